@@ -1,4 +1,4 @@
-"""Tables: a column is defined once, and rendered for the terminal, an HTML page, Markdown or CSV.
+"""Tables whose columns are defined once, and rendered for the terminal, an HTML page, Markdown or CSV.
 
 The page's own template, `report/page.html`, renders a `Table` as HTML.
 """
@@ -20,11 +20,11 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Cell:
-    """A text, empty where nothing is known, and its value.
+    """A text, and its value; both are empty if nothing is known.
 
     Attributes:
-        value: a page sorts by it, a CSV holds it; a number is aligned to the right.
-        style: for rich, on the terminal.
+        value: for sorting and for CSV; numbers are aligned to the right.
+        style: rich's style on the terminal.
     """
 
     text: str = ""
@@ -39,7 +39,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column(Generic[Row]):
-    """A heading and a function that returns a row's cell."""
+    """A heading, and a function that returns the cell of a row."""
 
     heading: str
     cell: Callable[[Row], Cell]
@@ -47,7 +47,7 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a heading for each column; `sortable` by a reader of the page."""
+    """A table with a heading for each column; readers of a page can sort a `sortable` one."""
 
     caption: str
     headings: Sequence[str]
@@ -61,7 +61,7 @@ class Table:
 
 
 def filled_table(caption: str, columns: Iterable[Column[Row]], rows: Sequence[Row], *, sortable: bool = False) -> Table:
-    r"""Return the table of the columns that have a text in any row.
+    r"""Return a table without the columns that are empty in all rows.
 
     >>> columns = (Column("name", Cell), Column("length", lambda text: number(len(text))), Column("", lambda _: Cell()))
     >>> print(markdown(filled_table("", columns, ["a|b"])), end="")
@@ -80,8 +80,11 @@ def terminal(
 ) -> RichTable:
     """Return the table for rich to print.
 
-    Only columns of the headings in `wrapped` take several lines, all where it is None. Where it is `narrow`, one space
-    is between columns, else two.
+    Args:
+        table: the table.
+        wrapped: headings of the columns that may take several lines; None for all.
+        headings: print the headings.
+        narrow: put one space between columns instead of two.
     """
     drawn = RichTable(
         box=None,
@@ -108,12 +111,12 @@ def markdown(table: Table) -> str:
 
 
 def csv_row(cells: Iterable[Cell]) -> list[Any]:
-    """Return a row for `csv.writer`: values, and the texts of cells without one."""
+    """Return a row for `csv.writer`: the cells' values, or their texts if they have no value."""
     return [cell.text if cell.value is None else cell.value for cell in cells]
 
 
 def number(value: float | int | None, digits: int = 5) -> Cell:
-    """Return a number as a cell; a missing one, or one that is not finite, sorts last.
+    """Return a number as a cell; None, infinity and NaN sort last.
 
     >>> number(1234.5678).text, number(None).text, number(float("nan")).text
     ('1,234.6', '', 'nan')
@@ -137,7 +140,7 @@ def duration(seconds: float | None) -> Cell:
 
 
 def percent(share: float | None, mark: str = "") -> Cell:
-    """Return a relative change as a cell, after a mark.
+    """Return a relative change in percent as a cell, after a mark.
 
     >>> percent(-0.25).text, percent(0.04, "~ ").text
     ('-25%', '~ +4%')

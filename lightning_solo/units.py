@@ -1,4 +1,4 @@
-"""Bytes and numbers as people read them; GiB = 2**30 everywhere."""
+"""Bytes, times and numbers as text; GiB = 2**30 everywhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i)?B", re.IGNORECASE)
 
 
 def format_bytes(count: int) -> str:
-    """Return ``count`` bytes in the largest binary unit that leaves a number of at least one.
+    """Return bytes in the largest binary unit in which they are at least 1.
 
     >>> format_bytes(3 * GiB // 2), format_bytes(512)
     ('1.50 GiB', '512 B')
@@ -26,7 +26,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a short time, such as a step's, with three digits.
+    """Return a short time, such as that of a step, with three digits.
 
     >>> format_seconds(0.00123), format_seconds(0.123), format_seconds(12.3)
     ('1.23 ms', '123 ms', '12.3 s')
@@ -35,7 +35,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a long time, such as a job's, in whole units.
+    """Return a long time, such as that of a job, in whole units.
 
     >>> format_duration(4.2), format_duration(75), format_duration(7260)
     ('4 s', '1 min 15 s', '2 h 1 min')
@@ -49,21 +49,21 @@ def format_duration(seconds: float) -> str:
 
 
 def shorter_numbers(text: str) -> str:
-    """Return a text in which numbers with many decimals, as a search draws them, are cut to 4 digits.
+    """Return a text with 4 digits of numbers that have many decimals, such as those drawn by a search.
 
     >>> shorter_numbers("lr=0.0008311303692128172 decay=4.0438780095151014e-05 betas=[0.9,0.999] width=12345")
     'lr=0.0008311 decay=4.044e-05 betas=[0.9,0.999] width=12345'
     """
-    return _LONG.sub(lambda found: f"{float(found[0]):.4g}", text)
+    return _LONG.sub(lambda match: f"{float(match[0]):.4g}", text)
 
 
 def parse_budget(value: object, *, least: int = MiB) -> int:
-    """Return the bytes that a text such as ``16GiB``, or a number of bytes, stands for.
+    """Return the bytes of a text such as ``16GiB``, or of a number.
 
     Args:
         value: a text with a unit, a text of digits, or a number.
-        least: bytes that a value without a unit must have: ``16`` is more likely 16 GiB than 16 bytes. With a unit, any
-            number above 0 will do, and 0 where ``least`` is 0.
+        least: smallest number of bytes without a unit, since ``16`` is more likely 16 GiB than 16 bytes. With a unit,
+            any number above 0 is allowed, and 0 if ``least`` is 0.
 
     >>> parse_budget("16GiB") == 16 * GiB, parse_budget("1.5 MiB") == 3 * MiB // 2, parse_budget("512B")
     (True, True, 512)
@@ -71,18 +71,18 @@ def parse_budget(value: object, *, least: int = MiB) -> int:
     (6442450944, 16000000000, 0)
 
     Raises:
-        ValueError: it is no number of B, KiB, MiB, GiB or TiB, and no number of at least ``least``. GB is no unit:
-            10**9 to some and 2**30 to others.
+        ValueError: it is no number of B, KiB, MiB, GiB or TiB, and no number of at least ``least``. GB is refused,
+            since it means 10**9 to some and 2**30 to others.
     """
     text = value.strip() if isinstance(value, str) else ""
     number = int(text) if text.isdecimal() else value
     count = -1
-    if found := _BYTES.fullmatch(text):
-        count, least = int(Fraction(found[1]) * 1024 ** " kmgt".index((found[2] or " ")[0].lower())), min(least, 1)
+    if match := _BYTES.fullmatch(text):
+        count, least = int(Fraction(match[1]) * 1024 ** " kmgt".index((match[2] or " ")[0].lower())), min(least, 1)
     elif isinstance(number, int) and not isinstance(number, bool):
         count = number
     elif isinstance(number, float) and math.isfinite(number):
-        count, least = int(number), max(least, MiB)  # 1.5 stands for no bytes, 0.9 * 2**30 does
+        count, least = int(number), max(least, MiB)  # 1.5 is no number of bytes, 0.9 * 2**30 is
     if count < least:
         raise ValueError(
             f"{value!r}: write a number and one of B, KiB, MiB, GiB, TiB, such as 16GiB, or bytes,"

@@ -41,7 +41,7 @@ def test_markdown_escapes_bars_and_leaves_out_empty_columns() -> None:
     ]  # fmt: skip
 
 
-def test_a_csv_has_values_in_place_of_texts() -> None:
+def test_csv_holds_values() -> None:
     assert csv_row([Cell("a"), size(3 * GiB), number(None), percent(0.5, "~ ")]) == ["a", 3 * GiB, "", 0.5]
 
 

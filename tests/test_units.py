@@ -55,7 +55,7 @@ OTHERS: list[tuple[Any, dict[str, Any]]] = [  # by whom each is read, and as wha
 @pytest.mark.parametrize(
     ("given", "read"), [*((given, dict.fromkeys(READERS, count)) for given, count in SAME), *OTHERS]
 )
-def test_what_each_reader_takes(reader: str, given: Any, read: dict[str, Any]) -> None:
+def test_budgets_that_each_reader_accepts(reader: str, given: Any, read: dict[str, Any]) -> None:
     if reader in read:
         result = READERS[reader](given)
         assert (type(result), result) == (type(read[reader]), read[reader])
@@ -65,7 +65,7 @@ def test_what_each_reader_takes(reader: str, given: Any, read: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("given", ["16 gigs", "16", 16, -1, "16GB"])
-def test_a_refusal_says_what_was_given_and_what_to_write(given: Any) -> None:
+def test_refusal_names_value_and_remedy(given: Any) -> None:
     with pytest.raises(ValueError, match=f"^{given!r}: .*16GiB.*at least 1.00 MiB.*17179869184") as caught:
         parse_budget(given)
     with pytest.raises(PresetError, match=f"^budget={given!r}: ") as of_plan:

@@ -1,1 +1,1 @@
-"""Looking at memory: one reading of a device, and a ledger of live storages by category."""
+"""Memory: readings of a device, a ledger of live storages by category, and slabs of host memory."""

@@ -1,4 +1,4 @@
-"""A decoder-only transformer over bytes, small enough to read in one go and large enough to fill a GPU."""
+"""A decoder-only transformer over bytes: little code, and sizes that fill a GPU."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 class Perplexity(MeanMetric):
-    """Exp of the mean cross entropy, exact over batches of any size when each is weighted by its targets.
+    """Exp of the mean cross entropy, exact over batches of any size if each is weighted by its targets.
 
     ``torchmetrics.text.Perplexity`` takes the logarithm of a softmax, which is infinite where a probability rounds
     to zero, and needs the logits a second time.
@@ -119,7 +119,7 @@ class ByteGPT(L.LightningModule):
         super().__init__()
         if width % heads:
             raise ValueError(f"width={width} is no multiple of heads={heads}; try width={-(-width // heads) * heads}")
-        # An optimizer factory is code, not a number: it belongs neither into a checkpoint nor into a logger's table.
+        # an optimizer factory is code, which belongs neither in a checkpoint nor in a logger's table
         self.save_hyperparameters(ignore=["optimizer"])
         self.context = context
         self.warmup_steps = warmup_steps
@@ -140,7 +140,7 @@ class ByteGPT(L.LightningModule):
                 nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * depth))
         if tie_weights:
             self.head.weight = self.embedding.weight
-        # Means of our own: self.log sums a plain number in the default dtype, which "bf16-true" makes bf16.
+        # metrics, since self.log sums plain numbers in the default dtype, which is bf16 under "bf16-true"
         self.losses = nn.ModuleDict({stage: MeanMetric() for stage in ("validation", "test")})
         self.perplexities = nn.ModuleDict({stage: Perplexity() for stage in ("validation", "test")})
 
@@ -199,7 +199,7 @@ class ByteGPT(L.LightningModule):
         loss, targets = self.loss(batch), batch[:, 1:].numel()
         for name, metrics in (("loss", self.losses), ("perplexity", self.perplexities)):
             metric = cast(MeanMetric, metrics[stage])
-            metric.set_dtype(torch.float32)  # "bf16-true" has converted it with everything else
+            metric.set_dtype(torch.float32)  # "bf16-true" converts it with the module
             metric.update(loss, weight=targets)
             self.log(f"{stage}/{name}", metric, batch_size=batch.shape[0], prog_bar=name == "perplexity")
 

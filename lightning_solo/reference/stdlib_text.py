@@ -1,4 +1,4 @@
-"""The source text of the Python standard library: a few megabytes of real text that every machine already has."""
+"""The source text of the Python standard library: a few megabytes of real text that every machine has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-# Not of the library itself, or there on one machine and missing on the next
+# not part of the library itself, or not installed on every machine
 LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
@@ -22,12 +22,12 @@ def library_files() -> list[tuple[str, Path]]:
     """Return (relative path, file) of each module of the standard library, sorted by relative path.
 
     Raises:
-        FileNotFoundError: This Python comes without its sources.
+        FileNotFoundError: This Python has no sources of its library.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in LEFT_OUT]  # not walked either: most files are there
+        folders[:] = [name for name in folders if name not in LEFT_OUT]  # most files are in the folders left out
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     files = sorted((path.relative_to(root).as_posix(), path) for path in found)
     if not files:
@@ -36,7 +36,7 @@ def library_files() -> list[tuple[str, Path]]:
 
 
 def is_validation(name: str) -> bool:
-    """Return whether a file belongs to the validation split: about one in ten, the same ones on every machine.
+    """Return whether a file belongs to the validation split, about one in ten, the same on every machine.
 
     >>> [name for name in ("ast.py", "os.py", "copy.py", "random.py") if is_validation(name)]
     ['copy.py', 'random.py']
@@ -45,7 +45,7 @@ def is_validation(name: str) -> bool:
 
 
 def split_files(max_bytes: int | None) -> tuple[list[Path], list[Path]]:
-    """Return the files of the two splits; ``max_bytes`` leaves a mixture of at most 9 and 1 tenths of that size."""
+    """Return the files of training and validation, at most 9 and 1 tenths of ``max_bytes``."""
     files = library_files()
     train = [(name, path) for name, path in files if not is_validation(name)]
     validation = [(name, path) for name, path in files if is_validation(name)]
@@ -55,7 +55,7 @@ def split_files(max_bytes: int | None) -> tuple[list[Path], list[Path]]:
 
 
 def up_to(max_bytes: int, files: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    """Return files that fit into ``max_bytes``, taken in the order of a hash: the first names would be one package."""
+    """Return files that fit into ``max_bytes``, chosen in the order of a hash, so that they are from many packages."""
     kept, left = [], max_bytes
     for name, path in sorted(files, key=lambda file: zlib.crc32(file[0][::-1].encode())):
         size = path.stat().st_size
@@ -73,7 +73,7 @@ def read_splits(max_bytes: int | None) -> tuple[Tensor, Tensor]:
 
 
 def windows(text: Tensor, context: int) -> Tensor:
-    """Return a view (windows, context + 1) in which each byte but the first, and a rest, is a target exactly once.
+    """Return a view (windows, context + 1) in which each byte is a target once, except the first and a remainder.
 
     >>> windows(torch.arange(8), 3).tolist()
     [[0, 1, 2, 3], [3, 4, 5, 6]]
@@ -82,14 +82,14 @@ def windows(text: Tensor, context: int) -> Tensor:
 
 
 def spread(rows: Tensor, count: int) -> Tensor:
-    """Return ``count`` rows at even distances, or all of them where there are fewer."""
+    """Return ``count`` rows at even distances, or all if there are fewer."""
     if count >= len(rows):
         return rows
     return rows[torch.arange(count) * len(rows) // count]
 
 
 def unigram_perplexity(train: Tensor, targets: Tensor) -> float:
-    """Return the perplexity of ``targets`` under the byte frequencies of ``train``, each count plus one."""
+    """Return the perplexity of ``targets`` under the byte frequencies of ``train``, with 1 added to each count."""
     counts = torch.bincount(train, minlength=256).double() + 1
     cross_entropy = -(counts / counts.sum()).log() @ torch.bincount(targets.flatten(), minlength=256).double()
     return math.exp(cross_entropy.item() / targets.numel())
@@ -101,10 +101,10 @@ class StdlibText(L.LightningDataModule):
     Args:
         context: Bytes that a model reads at once.
         batch_size: Windows in a batch.
-        max_bytes: Use only about this much text, both splits together; None for all of it.
+        max_bytes: Use only about this much text, in both splits together; None for all of it.
         validation_batches: Validate on this many batches, spread evenly over the split; None for all of it.
         num_workers: Processes that load batches; the text is in memory, so none is usually fastest.
-        seed: Of the order in which training windows come.
+        seed: Seed of the order of training windows.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class StdlibText(L.LightningDataModule):
 
     @property
     def validation_bytes(self) -> int:
-        """Bytes of text held back, whole files; ``validation_batches`` may use fewer."""
+        """Bytes of the validation files; ``validation_batches`` may use fewer."""
         return len(read_splits(self.max_bytes)[1])
 
     @property
@@ -147,7 +147,7 @@ class StdlibText(L.LightningDataModule):
 
     @property
     def unigram_perplexity(self) -> float:
-        """Perplexity of the validation targets for a model of byte frequencies alone; a model has to beat it."""
+        """Perplexity of the validation targets under byte frequencies alone, which a model has to beat."""
         return unigram_perplexity(read_splits(self.max_bytes)[0], self.validation_windows[:, 1:])
 
     def train_dataloader(self) -> DataLoader[Tensor]:
@@ -173,5 +173,5 @@ class StdlibText(L.LightningDataModule):
         return windows(text, self.context)
 
     def _loader(self, rows: Tensor, **arguments: object) -> DataLoader[Tensor]:
-        # A tensor is a dataset: it has a length and rows.
+        # a tensor is a dataset, with a length and rows
         return DataLoader(rows, self.batch_size, num_workers=self.num_workers, **arguments)  # type: ignore[arg-type]

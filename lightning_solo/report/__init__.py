@@ -1,7 +1,7 @@
-"""Pictures of a run, a sweep or a ladder: one HTML page that needs no network, the same as PNG and for TensorBoard.
+"""Charts of a run, a sweep or a ladder: an HTML page that needs no network, PNG files, and images for TensorBoard.
 
 ```
-folder -> read_run, read_sweep, read_ladder   from files; an unreadable one becomes a note
+folder -> read_run, read_sweep, read_ladder   from files; an unreadable file becomes a note
        -> Report                              figures, tables, facts: plain data, no HTML
        -> page (HTML), pictures (PNG, TensorBoard)
 ```

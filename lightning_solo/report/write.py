@@ -56,7 +56,7 @@ def read(folder: Path) -> Report:
     if not folder.is_dir():
         beside = Path("runs") / folder
         hint = f"; did you mean {str(beside)!r}? " if not folder.is_absolute() and beside.is_dir() else "; "
-        what = "is a file" if folder.exists() else "is not there"
+        what = "is a file" if folder.exists() else "no such folder"
         raise PresetError(
             f"report {str(folder)!r}: {what}{hint}write the folder of a run, a sweep or a ladder; {KINDS}"
         )

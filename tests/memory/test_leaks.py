@@ -30,7 +30,7 @@ def only_new_objects() -> None:
     gc.freeze()
 
 
-def test_a_census_counts_each_storage_once_by_what_it_is() -> None:
+def test_census_counts_each_storage_once_in_its_category() -> None:
     layer = nn.Linear(13, 17)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
     loss = layer(torch.ones(19, 13)).exp().sum()
@@ -70,7 +70,7 @@ def test_a_census_holds_no_tensor() -> None:
         gc.enable()
 
 
-def test_what_hooks_have_packed_is_not_unpacked() -> None:
+def test_census_does_not_unpack_saved_tensors() -> None:
     unpacked: list[int] = []
     x = torch.ones(7, 11, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: ("packed", t), lambda p: (unpacked.append(1), p[1])[1]):
@@ -91,7 +91,7 @@ def censuses(*sizes: dict[int, int]) -> list[Census]:
     return [Census({OTHER: size}) for size in sizes]
 
 
-def test_growth_is_steady_and_keeps_what_came_first() -> None:
+def test_growth_is_steady_and_keeps_first_storages() -> None:
     leak = censuses({1: 600}, {1: 600, 2: 600}, {1: 600, 2: 600, 3: 600})
     (found,) = growths(leak, 600)
     assert (found.kind, found.count, found.bytes, found.kept) == (OTHER, 2, 1200, {2})
@@ -157,7 +157,7 @@ def buffer(tensor: torch.Tensor) -> Any:
         (buffer, ["dict `_buffers`", "ReLU", "1.0"]),
     ],
 )  # fmt: skip
-def test_holders_in_words(hold: Any, words: list[str]) -> None:
+def test_holders_have_names(hold: Any, words: list[str]) -> None:
     tensor = torch.ones(7, 11)
     keeper = [hold(tensor)]
     owner = keeper[0]
@@ -165,14 +165,14 @@ def test_holders_in_words(hold: Any, words: list[str]) -> None:
     assert lines_with(str(holder), *words)
 
 
-def test_what_only_running_functions_hold_has_no_holder() -> None:
+def test_running_functions_are_no_holders() -> None:
     tensor = torch.ones(7, 11)
     held = [tensor]
     assert holder_of(tensor) is None
     assert len(held) == 1
 
 
-def test_a_tensor_that_only_a_graph_holds_is_told_by_its_loss() -> None:
+def test_tensor_held_by_a_graph_is_named_by_its_loss() -> None:
     gc.collect()
     layer, owner = nn.Linear(13, 17), Owner([])
     looks = []
@@ -189,7 +189,7 @@ def test_a_tensor_that_only_a_graph_holds_is_told_by_its_loss() -> None:
     assert "2 optimizer steps" in str(by_graph)
 
 
-def test_lazy_proxies_are_not_asked() -> None:
+def test_lazy_proxies_are_not_evaluated() -> None:
     class Proxy:
         @property
         def __class__(self) -> Any:

@@ -92,7 +92,7 @@ def test_states_of_an_optimizer_count() -> None:
         torch.ones(10)
 
 
-def test_above_the_limit_what_takes_no_memory_is_allowed() -> None:
+def test_operators_without_allocation_are_allowed_above_the_limit() -> None:
     layer = nn.Linear(10, 10)
     with MemoryLimit(0, layer) as limit:
         with torch.no_grad():
@@ -104,7 +104,7 @@ def test_above_the_limit_what_takes_no_memory_is_allowed() -> None:
     assert limit.raised == 1
 
 
-def test_what_was_refused_is_not_counted_and_smaller_work_fits_afterwards() -> None:
+def test_refused_allocations_are_not_counted() -> None:
     with MemoryLimit(1000) as limit:
         for _ in range(3):
             with pytest.raises(torch.OutOfMemoryError):
@@ -117,7 +117,7 @@ def test_what_was_refused_is_not_counted_and_smaller_work_fits_afterwards() -> N
     assert limit.raised == 6
 
 
-def test_a_long_run_is_held_in_little() -> None:
+def test_log_of_a_long_run_is_bounded() -> None:
     with MemoryLimit("1KiB") as limit:
         x = torch.zeros(10)
         for _ in range(EVENTS_AT_MOST):
@@ -127,6 +127,6 @@ def test_a_long_run_is_held_in_little() -> None:
             torch.ones(1000)
 
 
-def test_a_limit_that_is_no_number_of_bytes() -> None:
+def test_limit_that_is_no_number_of_bytes_is_refused() -> None:
     with pytest.raises(ValueError, match="many"):
         MemoryLimit("many")

@@ -28,7 +28,7 @@ def test_a_cpu_reading_sees_bytes_that_are_written() -> None:
     assert after.allocated is after.reserved is after.alloc_retries is None
 
 
-def test_off_linux_the_peak_stands_for_both(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_resident_bytes_are_the_peak_outside_linux(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setattr(reading, "_STATM", reading.Path("/nonexistent/statm"))
     monkeypatch.setattr(reading, "_STATUS", reading.Path("/nonexistent/status"))
     found = read(CPU)

@@ -64,7 +64,7 @@ BLOCKS = [active(10, 100), active(30, 300, line=9)]
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_the_peak_lies_between_what_came_and_went(device: int) -> None:
+def test_peak_is_between_allocation_and_free(device: int) -> None:
     moment = moment_of_peak(recorded(EVENTS, BLOCKS, device), device)
     assert moment.bytes == 100 + 200 + 300
     assert {address: block.bytes for address, block in moment.blocks.items()} == {10: 100, 20: 200, 30: 300}
@@ -72,7 +72,7 @@ def test_the_peak_lies_between_what_came_and_went(device: int) -> None:
     assert [row.what for row in holdings(moment)] == ["forward at model.py:9", "forward at model.py:7", BEFORE]
 
 
-def test_an_address_used_again_is_another_block() -> None:
+def test_reused_address_is_another_block() -> None:
     events = [event("alloc", 20, 500, 5), event("free_requested", 20, 500), event("alloc", 20, 50, 6)]
     moment = moment_of_peak(recorded(events, [active(20, 50, 6)]))
     assert moment.bytes == 500
@@ -90,7 +90,7 @@ def test_the_peak_may_be_at_the_start_or_at_the_end() -> None:
     assert moment_of_peak(recorded([], [])).bytes == 0
 
 
-def test_an_oom_is_the_moment_before_memory_was_given_back() -> None:
+def test_moment_of_oom_is_before_memory_was_freed() -> None:
     events = [
         event("alloc", 20, 900, 7), event("free_requested", 20, 900), event("alloc", 30, 300, 9),
         {"action": "oom", "size": 5 * MiB, "device_free": MiB, "frames": [frame(11)]}, event("free_requested", 30, 300),
@@ -103,7 +103,7 @@ def test_an_oom_is_the_moment_before_memory_was_given_back() -> None:
     assert lines_with(words, "out of memory: ", "400 B", "5.00 MiB", "1.00 MiB")
 
 
-def test_what_a_module_holds_is_told_by_category() -> None:
+def test_memory_of_a_module_is_named_by_category() -> None:
     module = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     module(torch.ones(1, 3)).sum().backward()
@@ -119,7 +119,7 @@ def test_what_a_module_holds_is_told_by_category() -> None:
     assert [row.what for row in holdings(moment_of_peak(freed), module)] == [BEFORE]
 
 
-def test_a_line_is_told_with_the_modules_that_run_it() -> None:
+def test_line_is_named_with_its_modules() -> None:
     module = Stack(blocks=3)
     code = type(module.blocks[0]).forward.__code__
     inner = {"filename": nn.Linear.forward.__code__.co_filename, "line": 1, "name": "forward"}
@@ -130,7 +130,7 @@ def test_a_line_is_told_with_the_modules_that_run_it() -> None:
     assert row.what == f"{place} (blocks.0 ... blocks.2, 3 modules)"
 
 
-def test_without_a_line_of_the_users_the_librarys_is_told() -> None:
+def test_library_line_is_named_if_no_user_line_is_known() -> None:
     optimizer = frame(12, "_init_group", importlib.import_module("torch.optim.adamw").__file__)
     assert place_of([optimizer]) == "_init_group at adamw.py:12"
     native = {"filename": "??", "line": 0, "name": "torch::autograd::generated::MmBackward0::apply(...)"}
@@ -148,7 +148,7 @@ def test_long_lists_end_with_the_rest() -> None:
     assert "8 other places (8)" in lines[-1]
 
 
-def test_files_are_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "deep" / "step-3.pickle"
     write_snapshot(recorded(EVENTS, BLOCKS), "words", path)
     assert pickle.loads(path.read_bytes()) == recorded(EVENTS, BLOCKS)
@@ -199,7 +199,7 @@ def test_the_arguments_are_torchs_own() -> None:
     assert {"enabled", "context", "stacks", "max_entries", "clear_history"} <= set(accepted)
 
 
-def test_a_history_of_somebody_else_goes_on(calls: list[Any]) -> None:
+def test_recording_of_others_continues(calls: list[Any]) -> None:
     calls.append(("all", {}))
     history = History(50)
     history.start()

@@ -60,7 +60,7 @@ def test_a_byte_changes_no_logits_before_it() -> None:
 
 
 @pytest.mark.parametrize("tie_weights", [True, False])
-def test_the_first_loss_is_that_of_a_guess(tie_weights: bool) -> None:
+def test_first_loss_is_that_of_a_uniform_guess(tie_weights: bool) -> None:
     model = tiny(tie_weights=tie_weights)
     loss = model.loss(torch.randint(0, 256, (32, 17), dtype=torch.uint8))
     assert loss.item() == pytest.approx(math.log(256), rel=0.01)

@@ -86,7 +86,7 @@ def test_it_opens_without_errors_or_requests(
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_marks_are_there(browser: Page, reports: dict[str, Path]) -> None:
+def test_charts_have_their_marks(browser: Page, reports: dict[str, Path]) -> None:
     browser.open(reports["run"])
     found = marks(browser)
     assert found["loss"]["line"] == 2  # training and validation

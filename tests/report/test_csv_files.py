@@ -21,7 +21,7 @@ def test_each_column_has_the_steps_where_it_was_logged(tmp_path: Path) -> None:
     }
 
 
-def test_a_line_without_its_end_does_not_count(tmp_path: Path) -> None:
+def test_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "m.csv"
     path.write_text("step,loss\n1,3.75\n2,3.5")  # of 3.5001, say
     assert read_metrics(path)["loss"].values == [3.75]
@@ -64,7 +64,7 @@ def test_each_fit_of_a_resumed_run_is_a_part_and_tests_are_left_out(tmp_path: Pa
         (b'step,loss\n1,"' + b"x" * 200_000 + b'"\n', ["m.csv"]),
     ],
 )
-def test_what_is_no_table_is_refused(tmp_path: Path, content: bytes, words: list[str]) -> None:
+def test_file_without_a_table_is_refused(tmp_path: Path, content: bytes, words: list[str]) -> None:
     (tmp_path / "m.csv").write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
         read_metrics(tmp_path / "m.csv")

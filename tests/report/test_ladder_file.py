@@ -63,7 +63,7 @@ def test_a_ladder_without_its_baseline_has_no_changes(tmp_path: Path) -> None:
     assert "before" not in spec["datasets"]
 
 
-def test_a_ladder_just_begun_tells_nothing(tmp_path: Path) -> None:
+def test_ladder_without_rows_has_an_empty_report(tmp_path: Path) -> None:
     (tmp_path / "ladder.json").write_text('{"rows": []}')
     report = read_ladder(tmp_path)
     assert (report.has_content, report.notes) == (False, [])
@@ -81,7 +81,7 @@ def test_numbers_that_are_not_finite_are_missing(tmp_path: Path) -> None:
     ["", '{"rows": [{"na', "[]", '{"rows": {}}', '{"rows": [1]}', '{"rows": [{"name": 1}]}',
      '{"rows": [{"name": "a", "peak_bytes": "much"}]}', '{"rows": [{"name": "a", "loss": true}]}', "[" * 100_000],
 )  # fmt: skip
-def test_what_is_no_ladder_is_a_note_that_says_what_one_is(tmp_path: Path, text: str) -> None:
+def test_invalid_ladder_is_a_note(tmp_path: Path, text: str) -> None:
     (tmp_path / "ladder.json").write_text(text)
     report = read_ladder(tmp_path)
     assert not report.has_content

@@ -101,7 +101,7 @@ def test_charts_are_json_without_markup(pages: dict[str, str]) -> None:
     assert "http" not in json.dumps({**charts["ladder_memory"], "$schema": ""})
 
 
-def test_names_that_no_encoder_takes_are_shown_with_question_marks(tmp_path: Path) -> None:
+def test_lone_surrogates_become_question_marks(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path / "s", [make_row(0), make_row(1, overrides=("x=\ud800",), detail="\udfff")])
     assert "x=?" in write_report(sweep).page.read_text(encoding="utf-8")
 
@@ -131,7 +131,7 @@ def test_the_pictures_differ_with_their_data(tmp_path: Path) -> None:
     assert flat.read_bytes() != spiked.read_bytes()
 
 
-def test_what_can_not_be_reported_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_without_a_report_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PresetError, match=mentions(str(tmp_path / "gone"))):
         read(tmp_path / "gone")
     (tmp_path / "empty").mkdir()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
 
+from lightning_solo import Throughput
 from lightning_solo.errors import CheckpointError
 from lightning_solo.memory.events import CATEGORIES
 from lightning_solo.report.palette import DASHES, LIGHT
 from lightning_solo.report.run_folder import read_run
 from lightning_solo.report.step_times import of_tensorboard, records
-from lightning_solo.units import GiB, MiB
-from tests.modules import loader, regression
+from lightning_solo.units import MiB
 from tests.report.folders import make_run, write_csv
+from tests.training import fit
 
 
 def test_a_run_has_its_charts_its_configuration_and_versions(tmp_path: Path) -> None:
@@ -29,7 +32,7 @@ def test_a_run_has_its_charts_its_configuration_and_versions(tmp_path: Path) -> 
     assert read_run(tmp_path / "first").facts["Versions"] == "torch 1.2.3"
 
 
-def test_words_and_chart_have_the_spike_of_a_long_run(tmp_path: Path) -> None:
+def test_text_and_chart_keep_the_spike_of_a_long_run(tmp_path: Path) -> None:
     loss = read_run(make_run(tmp_path, steps=20_000, spike=99.0)).figures[0]
     assert "greatest 99" in loss.alternative
     assert "Thinned from 20,010 points" in loss.caption  # 20,000 of training and 10 of validation
@@ -47,14 +50,14 @@ def test_categories_are_stacked_in_the_ledgers_order(tmp_path: Path) -> None:
     assert spec["encoding"]["y"]["title"] == "GiB"
 
 
-def test_a_small_run_is_told_in_mib(tmp_path: Path) -> None:
+def test_small_run_is_in_mib(tmp_path: Path) -> None:
     write_csv(tmp_path / "csv" / "memory.csv", {"step": [1, 2], "resident_bytes": [3 * MiB, 5 * MiB]})
     (figure,) = read_run(tmp_path).figures
     assert "in MiB" in figure.alternative
     assert "from 3 at step 1 to 5 at step 2" in figure.alternative
 
 
-def test_memory_comes_from_the_metrics_where_there_is_no_file_of_its_own(tmp_path: Path) -> None:
+def test_memory_is_read_from_metrics_without_memory_csv(tmp_path: Path) -> None:
     columns = {"step": [1, 2], "memory/resident_gib": [1.0, 2.0], "memory/forward_resident_gib": [0.5, 1.5]}
     write_csv(tmp_path / "metrics.csv", columns)
     figures = {f.name: f for f in read_run(tmp_path).figures}
@@ -62,13 +65,13 @@ def test_memory_comes_from_the_metrics_where_there_is_no_file_of_its_own(tmp_pat
     assert "resident from 1 at step 1 to 2 at step 2" in figures["memory"].alternative
 
 
-def test_lightnings_own_folder_is_found_the_newest_version(tmp_path: Path) -> None:
+def test_newest_version_of_lightnings_folder_is_read(tmp_path: Path) -> None:
     for version, loss in ((0, 7.0), (1, 8.0)):
         write_csv(tmp_path / "lightning_logs" / f"version_{version}" / "metrics.csv", {"step": [1], "loss": [loss]})
     assert "from 8 at step 1" in read_run(tmp_path).figures[0].alternative
 
 
-def test_one_damaged_file_is_a_note_and_the_rest_is_told(tmp_path: Path) -> None:
+def test_damaged_file_is_a_note(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     (run / "csv" / "memory.csv").write_text("a,b\n1,2\n")
     report = read_run(run)
@@ -76,7 +79,7 @@ def test_one_damaged_file_is_a_note_and_the_rest_is_told(tmp_path: Path) -> None
     assert [f.name for f in report.figures] == ["loss", "step_time", "throughput"]
 
 
-def test_the_loss_of_a_run_that_diverged_says_so(tmp_path: Path) -> None:
+def test_caption_counts_losses_that_are_not_finite(tmp_path: Path) -> None:
     write_csv(tmp_path / "metrics.csv", {"step": range(4), "loss": [3, "nan", "nan", "inf"]})
     assert "3 values" in read_run(tmp_path).figures[0].caption
 
@@ -91,7 +94,7 @@ def event_file(folder: Path, steps: int) -> Path:
     return next(folder.glob("events.out.tfevents.*"))
 
 
-def test_step_times_come_from_tensorboards_moments(tmp_path: Path) -> None:
+def test_step_times_are_read_from_tensorboard(tmp_path: Path) -> None:
     path = event_file(tmp_path / "tensorboard", 100)
     (series,) = of_tensorboard(path.parent)
     assert series.steps == list(range(10, 100, 10))
@@ -100,24 +103,14 @@ def test_step_times_come_from_tensorboards_moments(tmp_path: Path) -> None:
     assert [f.name for f in read_run(tmp_path).figures] == ["loss", "step_time"]
 
 
-def test_a_fit_of_ones_own_with_the_throughput_callback_has_step_times(tmp_path: Path) -> None:
-    import lightning.pytorch as home
-    from lightning.pytorch.loggers import CSVLogger
-
-    from lightning_solo import Throughput
-
-    trainer = home.Trainer(
-        default_root_dir=str(tmp_path), max_epochs=1, accelerator="cpu", callbacks=[Throughput(every_n_steps=2)],
-        logger=CSVLogger(str(tmp_path)), log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False,
-    )  # fmt: skip
-    trainer.fit(regression(home), loader(10))
+def test_throughput_callback_gives_step_times(make_trainer: Any, tmp_path: Path) -> None:
+    fit(make_trainer, Throughput(every_n_steps=2), logger=CSVLogger(str(tmp_path)), log_every_n_steps=1)
     figure = next(f for f in read_run(tmp_path).figures if f.name == "step_time")
     assert len(figure.table.rows) == 5
     assert "mean" in figure.caption
 
 
-def test_step_times_of_another_callback_are_told_by_their_names(tmp_path: Path) -> None:
+def test_step_times_of_other_callbacks_are_found_by_name(tmp_path: Path) -> None:
     columns = {"step": [1], "mine/step_time": [0.5], "yours/step_s": [0.5]}
     write_csv(tmp_path / "metrics.csv", columns)
     assert read_run(tmp_path).figures[0].caption == "mine/step_time, yours/step_s."
@@ -139,7 +132,7 @@ def test_step_times_and_throughput_are_drawn_as_logged(tmp_path: Path) -> None:
         assert "seconds per step" in drawn["step_time"].alternative
 
 
-def test_an_event_file_that_is_still_written_ends_where_it_ends(tmp_path: Path) -> None:
+def test_unfinished_event_file_is_read_to_its_last_record(tmp_path: Path) -> None:
     path = event_file(tmp_path, 100)
     whole = path.read_bytes()
     count = len(list(records(path)))
@@ -152,11 +145,6 @@ def test_an_event_file_that_is_still_written_ends_where_it_ends(tmp_path: Path) 
     path.write_bytes(struct.pack("<QI", 4, 0) + b"\xff\xff\xff\xff" + bytes(4))
     with pytest.raises(CheckpointError, match="TensorBoard"):
         of_tensorboard(tmp_path)
-
-
-def test_units_are_binary(tmp_path: Path) -> None:
-    write_csv(tmp_path / "csv" / "memory.csv", {"step": [1], "allocated_bytes": [3 * GiB]})
-    assert "from 3 at" in read_run(tmp_path).figures[0].alternative
 
 
 def test_series_differ_in_their_dashes_too(tmp_path: Path) -> None:

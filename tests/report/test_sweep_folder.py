@@ -55,7 +55,7 @@ def test_the_front_is_marked(tmp_path: Path) -> None:
     assert "#0, optimizer.lr=0: loss 5; #1" in memory.alternative
 
 
-def test_a_front_is_what_no_other_job_beats() -> None:
+def test_front_has_the_jobs_that_no_other_beats() -> None:
     draw = random.Random(0)
     points = [(float(draw.randrange(9)), float(draw.randrange(9))) for _ in range(60)]  # some are equal
     rows = [make_row(n, returned=loss, seconds=seconds) for n, (loss, seconds) in enumerate(points)]
@@ -97,7 +97,7 @@ def test_curves_are_of_the_same_loss(tmp_path: Path) -> None:
     assert lines_with(curves.caption, "train_loss", "1 of 3 jobs")
 
 
-def test_a_legend_of_long_names_has_less_columns_and_short_ones_say_what_differs(tmp_path: Path) -> None:
+def test_legend_shortens_names_and_has_fewer_columns_for_long_ones(tmp_path: Path) -> None:
     def legend(*rows: Row) -> dict[str, Any]:
         spec = read_sweep(make_sweep(tmp_path / str(len(list(tmp_path.iterdir()))), rows)).figures[2].draw(LIGHT)
         encoding = spec["layer"][0]["encoding"]["color"]
@@ -117,7 +117,7 @@ def test_without_a_device_the_process_is_compared(tmp_path: Path) -> None:
     assert lines_with(memory.table.headings[2], "process", "GiB")
 
 
-def test_a_job_that_has_only_begun_is_a_row(tmp_path: Path) -> None:
+def test_running_job_has_a_row(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path, [make_row(0)])
     files = SweepFolder(sweep).job(1)
     write_json(files.start, {"attempt": 1, "overrides": ["model.width=8", "optimizer.lr=9"], "folder": "x/1"})
@@ -130,7 +130,7 @@ def test_a_job_that_has_only_begun_is_a_row(tmp_path: Path) -> None:
     assert column(read_sweep(sweep).tables[0], "job") == ["#0", "#1"]
 
 
-def test_a_torn_line_is_left_out_and_another_version_is_a_note(tmp_path: Path) -> None:
+def test_torn_line_is_left_out_and_other_version_is_a_note(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path, [make_row(0), make_row(1)])
     lines = (sweep / "results.jsonl").read_bytes()
     (sweep / "results.jsonl").write_bytes(lines[:-30])
@@ -153,19 +153,19 @@ def test_only_the_best_of_many_curves_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("said", ["runs/s/7", "/gone/s/7", "7", "", "../7"])
-def test_a_jobs_folder_is_found_inside_the_sweep_as_it_lies_now(tmp_path: Path, said: str) -> None:
+def test_job_folder_is_found_in_a_moved_sweep(tmp_path: Path, said: str) -> None:
     (tmp_path / "7").mkdir()
     assert job_folder(tmp_path, make_row(7, folder=said)) == tmp_path / "7"
 
 
-def test_a_jobs_folder_does_not_lead_out_by_its_parts(tmp_path: Path) -> None:
+def test_job_folder_with_parent_parts_is_not_resolved_in_the_sweep(tmp_path: Path) -> None:
     sweep = tmp_path / "s"
     sweep.mkdir()
     (tmp_path / "other").mkdir()
     assert job_folder(sweep, make_row(0, folder="x/../other")) == Path("x/../other")
 
 
-def test_a_single_point_has_numbers_of_its_own_on_both_axes() -> None:
+def test_axes_of_a_single_point_have_a_domain() -> None:
     """Vega rounds those of a scale without extent: a loss of 0.6 stood at 1."""
     row = {"x": 0.3, "y": 0.6, "job": "#0", "overrides": "", "front": True}
     for rows, given in (([row], True), ([row, {**row, "x": 0.5, "y": 0.7}], False)):

@@ -59,7 +59,7 @@ def test_copies_by_direction_and_kind():
 
 
 @pytest.mark.parametrize("non_blocking", [True, False])
-def test_what_must_be_converted_on_the_host_goes_up_from_pageable_memory(non_blocking: bool):
+def test_copy_that_converts_uses_pageable_memory(non_blocking: bool):
     values, pinned = torch.zeros(COUNT, device="cuda"), torch.ones(COUNT, dtype=torch.float64).pin_memory()
     with device.counted() as counts:
         values.copy_(pinned, non_blocking=non_blocking)
@@ -157,7 +157,7 @@ def test_a_launched_function_is_one_kernel():
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_launched_function_races_by_what_it_is_said_to_access(waits: bool):
+def test_launched_function_races_by_its_declared_accesses(waits: bool):
     values, side = torch.ones(COUNT, device="cuda"), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(side):

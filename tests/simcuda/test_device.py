@@ -70,7 +70,7 @@ def test_pinned_memory_of_torch_is_rounded_to_powers_of_two():
     assert not torch.empty(1000).is_pinned()
 
 
-def test_memory_that_nobody_wrote_is_nan():
+def test_uninitialised_memory_is_nan():
     assert torch.empty(100, device="cuda").isnan().all()
 
 

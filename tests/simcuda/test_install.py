@@ -121,7 +121,7 @@ def test_pytest_gets_the_plugin(tmp_path: Path):
     assert "cuda: simulated" in done.stdout
 
 
-def test_without_a_device_to_be_had(tmp_path: Path):
+def test_missing_device_is_reported(tmp_path: Path):
     done = run("-m", "tests.simcuda", "x.py", XDG_CACHE_HOME=str(tmp_path), CXX="no-such-compiler")
     assert done.returncode == 2
     assert "no C++ compiler" in done.stderr

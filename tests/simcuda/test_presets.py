@@ -14,6 +14,7 @@ import lightning_solo as solo
 from lightning_solo.machine import is_installed
 from tests.modules import PRESETS_OF_DOCUMENTS, Classifier, classification, composed, documents, loader
 from tests.simcuda import device
+from tests.training import equal
 
 pytestmark = [
     pytest.mark.simcuda,
@@ -37,6 +38,7 @@ OVERRIDES = {
 }
 QUIET: dict[str, Any] = {
     "logger": False,
+    "enable_checkpointing": False,
     "enable_progress_bar": False,
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
@@ -74,27 +76,26 @@ def test_no_preset_is_left_out() -> None:
 def test_trains_validates_and_frees_the_device(preset: str, tmp_path: Path) -> None:
     ours = module()
     start = weights(ours)
-    run = trainer(preset, tmp_path, max_epochs=2, enable_checkpointing=False)
+    run = trainer(preset, tmp_path, max_epochs=2)
     run.fit(ours, batches(preset), batches(count=2))
     loss = run.validate(ours, batches(count=2), verbose=False)[0]["validation/loss"]
     assert torch.isfinite(torch.tensor(loss))
     assert all(torch.isfinite(p).all() for p in weights(ours))
-    assert any(not torch.equal(p, q) for p, q in zip(weights(ours), start, strict=True))
+    assert not equal(weights(ours), start)
     assert all(p.device.type == "cpu" for p in ours.parameters())
 
 
 @pytest.mark.parametrize("preset", PLAIN)
 def test_a_resumed_run_is_the_undisturbed_one(preset: str, tmp_path: Path) -> None:
     undisturbed, first, second = module(), module(), module()
-    trainer(preset, tmp_path, max_epochs=2, enable_checkpointing=False).fit(undisturbed, batches(preset))
-    begun = trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False)
+    trainer(preset, tmp_path, max_epochs=2).fit(undisturbed, batches(preset))
+    begun = trainer(preset, tmp_path, max_epochs=1)
     begun.fit(first, batches(preset))
     begun.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
-    again = trainer(preset, tmp_path, max_epochs=2, enable_checkpointing=False)
+    again = trainer(preset, tmp_path, max_epochs=2)
     again.fit(second, batches(preset), ckpt_path=tmp_path / "half.ckpt", weights_only=False)
     assert again.global_step > begun.global_step
-    for one, other in zip(weights(second), weights(undisturbed), strict=True):
-        assert torch.equal(one, other)
+    assert equal(weights(second), weights(undisturbed))
 
 
 @pytest.mark.parametrize("preset", PLAIN)
@@ -109,10 +110,10 @@ def test_a_fit_that_fails_leaves_a_module_that_trains(preset: str, tmp_path: Pat
 
     broken.training_step = fail
     with pytest.raises(ArithmeticError, match="mine"):
-        trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(broken, batches(preset))
+        trainer(preset, tmp_path, max_epochs=1).fit(broken, batches(preset))
     assert list(broken.state_dict()) == list(plain.state_dict())
     broken.training_step = stock
-    trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(broken, batches(preset))
+    trainer(preset, tmp_path, max_epochs=1).fit(broken, batches(preset))
     assert all(torch.isfinite(p).all() for p in weights(broken))
 
 
@@ -120,8 +121,7 @@ def test_a_fit_that_fails_leaves_a_module_that_trains(preset: str, tmp_path: Pat
 @pytest.mark.parametrize("preset", ["compact", "compact_host", "checkpointing", "offloading"])
 def test_delays_change_no_number(preset: str, what: str, tmp_path: Path) -> None:
     held_back, plain = module(), module()
-    trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(plain, batches())
+    trainer(preset, tmp_path, max_epochs=1).fit(plain, batches())
     with device.delayed(what):
-        trainer(preset, tmp_path, max_epochs=1, enable_checkpointing=False).fit(held_back, batches())
-    for one, other in zip(weights(held_back), weights(plain), strict=True):
-        assert torch.equal(one, other)
+        trainer(preset, tmp_path, max_epochs=1).fit(held_back, batches())
+    assert equal(weights(held_back), weights(plain))

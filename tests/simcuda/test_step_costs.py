@@ -18,6 +18,7 @@ from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from tests.messages import mentions
 from tests.simcuda import device
+from tests.training import equal
 
 pytestmark = pytest.mark.simcuda
 
@@ -109,7 +110,7 @@ def test_kept_gradients_are_stepped_by_two_launches_and_one_wait(
     assert counts.synchronisations == 1
 
 
-def test_a_step_of_gradients_that_are_all_there_takes_two_launches_and_one_wait() -> None:
+def test_plain_step_takes_two_launches_and_one_wait() -> None:
     module = net()
     optimizer = CompactAdamW(module.named_parameters(), lr=1e-2)
     for x in batches(2):
@@ -151,7 +152,7 @@ def test_gradients_on_the_host_are_brought_once_to_be_stepped(value: float | Non
     assert counts.synchronisations == 1
 
 
-def test_as_many_buffers_as_what_passes_through_them_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_buffers_follows_the_bytes_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonKernels, "piece", 1024)
     monkeypatch.setattr(staging, "SERVED_PART", 4)
     _, optimizer, _, _ = trained(2, budget=0)
@@ -175,20 +176,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("delay", [None, "copies", "all"])
+@pytest.mark.parametrize("delay", ["none", "copies", "all"])
 @pytest.mark.parametrize("way", list(WAYS))
-def test_numbers_are_those_of_a_cpu(way: str, delay: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_those_of_a_cpu(way: str, delay: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonKernels, "piece", 2048)
     expected = everything(
         *trained(3, where=torch.device("cpu"), **{**WAYS[way], "budget": None, "buffer": "device"})[:2]
     )
-    if delay is None:
+    with device.delayed(delay):
         made = everything(*trained(3, **WAYS[way])[:2])
-    else:
-        with device.delayed(delay):
-            made = everything(*trained(3, **WAYS[way])[:2])
-    for one, other in zip(made, expected, strict=True):
-        assert torch.equal(one, other)
+    assert equal(made, expected)
 
 
 @pytest.mark.parametrize("buffer", ["device", "host"])
@@ -215,7 +212,7 @@ def poisoned(module: nn.Module, bad: float) -> Callable[[], None]:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("way", ["all at once", "clipped", "accumulated on the host"])
-def test_nothing_is_touched_though_the_host_learns_of_it_last(way: str, bad: float) -> None:
+def test_gradients_that_are_not_finite_change_nothing(way: str, bad: float) -> None:
     module = net()
     optimizer = CompactAdamW(module.named_parameters(), lr=1e-2, state_budget=0)
     release = None
@@ -233,8 +230,7 @@ def test_nothing_is_touched_though_the_host_learns_of_it_last(way: str, bad: flo
     cure = poisoned(module, bad)
     with pytest.raises(GradientError, match=mentions("2.weight", "not finite", "no weight")):
         window()
-    for one, other in zip(everything(module, optimizer), before, strict=True):
-        assert torch.equal(one, other)  # counts of steps too
+    assert equal(everything(module, optimizer), before)  # counts of steps too
     cure()
     window()
     assert not torch.equal(everything(module, optimizer)[0], before[0])
@@ -271,11 +267,10 @@ def test_a_kernel_that_does_not_compile_leaves_its_work_to_operators(monkeypatch
         made = trained(2)
     names = [str(one.message).split(" does not run on ")[0] for one in warned]
     assert names == ["the Triton kernel step_one", "the Triton kernel step_many"]  # each once
-    for one, other in zip(everything(*made[:2]), expected, strict=True):
-        assert torch.equal(one, other)
+    assert equal(everything(*made[:2]), expected)
 
 
-def test_what_was_not_finite_in_a_window_that_was_given_up_is_forgotten() -> None:
+def test_abandoned_window_leaves_no_flag() -> None:
     module = net()
     optimizer = CompactAdamW(module.named_parameters(), lr=1e-2)
     release = StepInBackward(optimizer)

@@ -96,7 +96,7 @@ def test_leaks_are_found_and_their_holders_named_once(home: Any, make_trainer: A
     assert any(f"held by {holder}." in words for words in told)
 
 
-def test_the_bytes_are_those_kept(home: Any, make_trainer: Any) -> None:
+def test_bytes_of_a_leak_are_exact(home: Any, make_trainer: Any) -> None:
     kept: list[Any] = []
     module = stepping(home, lambda module, loss, batch, batch_idx: kept.append(torch.ones(1000)))
     callback = LeakFinder(every_n_steps=2, consecutive=2)
@@ -106,13 +106,13 @@ def test_the_bytes_are_those_kept(home: Any, make_trainer: Any) -> None:
     assert leak.bytes_per_step == 4 * 1000
 
 
-def test_growth_below_the_limit_is_not_told(home: Any, make_trainer: Any) -> None:
+def test_growth_below_the_limit_is_not_reported(home: Any, make_trainer: Any) -> None:
     callback = LeakFinder(every_n_steps=3, min_bytes=513)
     make_trainer(home, callbacks=[callback]).fit(growing_closure(home), loader(14))
     assert callback.leaks == ()
 
 
-def test_optimizer_steps_that_jump_are_looked_at_too(home: Any, make_trainer: Any) -> None:
+def test_several_optimizer_steps_per_batch_are_counted(home: Any, make_trainer: Any) -> None:
     module = growing_closure(home)
     module.automatic_optimization = False
     stock = module.training_step
@@ -167,7 +167,7 @@ def with_cycles(home: Any) -> Any:
 
 @pytest.mark.parametrize("make", [plain, with_metrics, with_checkpointing, longer_batches, with_cycles])
 @pytest.mark.parametrize("every_n_steps", [1, long(3)])
-def test_steady_training_is_not_told(home: Any, make_trainer: Any, make: Any, every_n_steps: int) -> None:
+def test_steady_training_has_no_leaks(home: Any, make_trainer: Any, make: Any, every_n_steps: int) -> None:
     module, arguments = make(home)
     sizes = range(64, 76) if make is longer_batches else [16] * 12
     data = [(torch.randn(size, 8), torch.randn(size, 1)) for size in sizes]
@@ -186,7 +186,7 @@ def test_steady_training_is_not_told(home: Any, make_trainer: Any, make: Any, ev
 # --- memory and cost ---
 
 
-def test_it_looks_at_its_steps_only_and_keeps_no_tensor(
+def test_tensors_are_counted_at_due_steps_only_and_not_kept(
     home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []

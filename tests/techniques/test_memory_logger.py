@@ -403,7 +403,7 @@ def left() -> bool:
 
 @pytest.mark.parametrize("where", ["training_step", "on_train_batch_start", "on_before_optimizer_step"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_the_ledger_is_left_where_training_fails(
+def test_ledger_is_off_after_a_failure(
     home: Any, make_trainer: Any, tmp_path: Path, where: str, error: type[BaseException]
 ) -> None:
     module, callback = regression(home), MemoryLogger(category_steps=2)
@@ -424,7 +424,7 @@ def test_the_ledger_is_left_where_training_fails(
     assert left()
 
 
-def test_the_ledger_is_left_where_a_module_skips_the_epoch(home: Any, make_trainer: Any) -> None:
+def test_ledger_is_off_after_a_skipped_epoch(home: Any, make_trainer: Any) -> None:
     module, callback, seen = regression(home), MemoryLogger(category_steps=5), []
     module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 1 else None
     module.on_train_epoch_end = lambda: seen.append(left())
@@ -433,7 +433,7 @@ def test_the_ledger_is_left_where_a_module_skips_the_epoch(home: Any, make_train
     assert left()
 
 
-def test_validation_between_is_not_counted(home: Any, make_trainer: Any) -> None:
+def test_validation_inside_a_fit_is_not_counted(home: Any, make_trainer: Any) -> None:
     module, callback, seen = regression(home), MemoryLogger(category_steps=50), []
     module.on_validation_batch_start = lambda *args: seen.append(left())
     module.on_train_batch_end = lambda outputs, batch, batch_idx: seen.append(left())
@@ -535,14 +535,14 @@ def test_a_file_that_cannot_be_written(
     assert trainer.global_step == 5
 
 
-def test_a_table_of_someone_elses_is_left_alone(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+def test_csv_with_other_columns_is_not_changed(home: Any, make_trainer: Any, tmp_path: Path) -> None:
     (tmp_path / "memory.csv").write_text("a,b\n1,2\n")
     with pytest.warns(UserWarning, match="other columns"):
         make_trainer(home, callbacks=[MemoryLogger()]).fit(regression(home), loader(2))
     assert (tmp_path / "memory.csv").read_text() == "a,b\n1,2\n"
 
 
-def test_the_file_lies_with_the_first_logger(
+def test_file_is_in_the_first_loggers_folder(
     home: Any, make_trainer: Any, tmp_path: Path, device: torch.device
 ) -> None:
     logger = home.loggers.CSVLogger(str(tmp_path), name="run", version=3)

@@ -82,7 +82,7 @@ def names(folder: Path) -> list[str]:
 # --- acted ---
 
 
-def test_the_highest_peak_is_kept_and_told(
+def test_highest_peak_is_written_and_described(
     home: Any, make_trainer: Any, tmp_path: Path, cuda: Cuda, caplog: pytest.LogCaptureFixture
 ) -> None:
     callback = MemorySnapshot()
@@ -99,7 +99,7 @@ def test_the_highest_peak_is_kept_and_told(
     assert callback.words.startswith(words.strip())
 
 
-def test_peaks_outside_of_batches_are_not_theirs(home: Any, make_trainer: Any, tmp_path: Path, cuda: Cuda) -> None:
+def test_peaks_outside_batches_are_ignored(home: Any, make_trainer: Any, tmp_path: Path, cuda: Cuda) -> None:
     module = with_peaks(home, cuda, [1000, 1000, 1000])
     module.on_validation_end = lambda: setattr(cuda, "peak", 9000)
     trainer = make_trainer(home, val_check_interval=2, callbacks=[MemorySnapshot()])
@@ -128,9 +128,7 @@ def test_an_oom_is_kept_and_the_history_stopped(
     assert cuda.recording is None
 
 
-def test_an_oom_that_somebody_handled_is_kept_beside_the_peak(
-    home: Any, make_trainer: Any, tmp_path: Path, cuda: Cuda
-) -> None:
+def test_handled_oom_is_written_next_to_the_peak(home: Any, make_trainer: Any, tmp_path: Path, cuda: Cuda) -> None:
     module = with_peaks(home, cuda, [1000, 1000, 2000])
     module.on_after_backward = lambda: setattr(cuda, "ooms", cuda.ooms + (module.trainer.global_step == 1))
     make_trainer(home, callbacks=[MemorySnapshot()]).fit(module, loader(3))
@@ -138,20 +136,20 @@ def test_an_oom_that_somebody_handled_is_kept_beside_the_peak(
     assert names(tmp_path / "memory_snapshots") == kept
 
 
-def test_each_batch_starts_a_history_of_its_own(home: Any, make_trainer: Any, cuda: Cuda) -> None:
+def test_each_batch_starts_a_new_history(home: Any, make_trainer: Any, cuda: Cuda) -> None:
     make_trainer(home, callbacks=[MemorySnapshot()]).fit(with_peaks(home, cuda, [1] * 3), loader(3))
     assert cuda.calls == ["all", "all", "all", "all", None]
 
 
 @pytest.mark.cpu_only("it refuses a run on a CPU")
-def test_without_cuda_it_names_the_cpus_way(home: Any, make_trainer: Any) -> None:
+def test_run_without_cuda_is_refused_with_the_cpus_alternative(home: Any, make_trainer: Any) -> None:
     trainer = make_trainer(home, callbacks=[MemorySnapshot()])
     with pytest.raises(CapabilityError, match=mentions("cpu", "memory_logger.category_steps=2")):
         trainer.fit(regression(home), loader(2))
     trainer.validate(regression(home), loader(2), verbose=False)
 
 
-def test_a_preset_says_so_before_the_run() -> None:
+def test_preset_is_refused_before_the_run() -> None:
     import lightning_solo as solo
 
     if not torch.cuda.is_available():
@@ -190,7 +188,7 @@ def test_it_reads_counters_twice_a_batch_and_the_history_at_new_peaks_only(
 
 
 @pytest.mark.gpu
-def test_a_real_run_tells_weights_and_its_own_lines(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+def test_real_peak_is_the_allocators_and_names_lines(home: Any, make_trainer: Any, tmp_path: Path) -> None:
     callback = MemorySnapshot()
     gc.collect()  # what earlier tests left on the device would make room
     torch.cuda.empty_cache()
@@ -243,7 +241,7 @@ def test_nothing_is_left_on_where_training_fails(
     assert len(cuda.calls) == stopped
 
 
-def test_a_history_of_the_users_goes_on(home: Any, make_trainer: Any, tmp_path: Path, cuda: Cuda) -> None:
+def test_recording_of_the_user_continues(home: Any, make_trainer: Any, tmp_path: Path, cuda: Cuda) -> None:
     cuda.record("state")
     make_trainer(home, callbacks=[MemorySnapshot()]).fit(with_peaks(home, cuda, [1000, 1]), loader(2))
     assert cuda.calls == ["state"]
@@ -266,7 +264,7 @@ def test_several_fits_and_other_stages(home: Any, make_trainer: Any, cuda: Cuda)
     assert callback.state_dict() == {}
 
 
-def test_a_full_disk_ends_no_training(
+def test_training_continues_on_a_full_disk(
     home: Any, make_trainer: Any, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> None:

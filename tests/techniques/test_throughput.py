@@ -163,7 +163,7 @@ def test_recomputation_is_not_counted(home: Any, make_trainer: Any, clock: Any) 
     assert figures[0]["throughput/model_tflops_per_s"] > 0
 
 
-def test_manual_optimization_is_counted_as_it_is(home: Any, make_trainer: Any, clock: Any) -> None:
+def test_manual_optimization_is_counted_with_backward(home: Any, make_trainer: Any, clock: Any) -> None:
     module, callback = regression(home, nn.Linear(8, 1)), Throughput()
     module.automatic_optimization = False
 
@@ -212,7 +212,7 @@ def test_sizes_by_argument(home: Any, make_trainer: Any, clock: Any) -> None:
     assert callback.figures["throughput/tokens_per_s"] == 60.0
 
 
-def test_a_batch_without_tensors_is_said_once(home: Any, make_trainer: Any) -> None:
+def test_batch_without_tensors_warns_once(home: Any, make_trainer: Any) -> None:
     module = regression(home)
     module.training_step = lambda batch, batch_idx: module.net(torch.ones(2, 8, device=module.device)).mean()
     callback, logger = Throughput(), recording_logger(home)
@@ -366,7 +366,7 @@ def test_a_fit_without_a_training_step_leaves_nothing(home: Any, make_trainer: A
 
 
 @pytest.mark.parametrize("where", ["forward", "before"])
-def test_the_counter_is_left_when_training_fails(home: Any, make_trainer: Any, where: str) -> None:
+def test_counter_is_removed_when_training_fails(home: Any, make_trainer: Any, where: str) -> None:
     callback, module = Throughput(), regression(home)
 
     def fail(*args: Any) -> None:
@@ -389,7 +389,7 @@ def test_the_counter_is_left_when_training_fails(home: Any, make_trainer: Any, w
         assert callback.figures["throughput/samples_per_s"] > 0
 
 
-def test_a_method_that_another_technique_put_there_comes_back() -> None:
+def test_method_of_another_technique_is_restored() -> None:
     class Strategy:
         def training_step(self) -> str:
             return "stock"
