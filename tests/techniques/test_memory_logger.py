@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import errno
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -384,7 +383,7 @@ def test_one_reading_per_row_and_no_synchronisation(
     fake = phase_peaks.read
     monkeypatch.setattr(phase_peaks, "read", lambda device: (calls.append("read"), fake(device))[1])
     make_trainer(home).fit(regression(home), loader(20))
-    stock = list(calls)  # Lightning empties the cache itself when a fit starts
+    stock = list(calls)  # Lightning empties the cache when a fit starts
     calls.clear()
     make_trainer(home, callbacks=[AsIfCuda(every_n_steps=5)]).fit(regression(home), loader(20))
     assert sorted(calls) == sorted([*stock, *["read"] * (1 + 20 // 5)])
@@ -394,7 +393,7 @@ def test_one_reading_per_row_and_no_synchronisation(
 
 
 def left() -> bool:
-    """Tell whether no mode, no hook and no stance is left on."""
+    """Return whether no mode, hook or stance is on."""
     hooks = nn.modules.module
     return not (
         _get_current_dispatch_mode_stack() or hooks._global_forward_hooks or hooks._global_forward_pre_hooks
@@ -453,7 +452,6 @@ def test_stopped_by_max_steps_and_fitted_again(home: Any, make_trainer: Any, tmp
 
 def test_several_fits_and_other_stages_in_one_file(home: Any, make_trainer: Any, tmp_path: Path) -> None:
     callback, module = MemoryLogger(table=False), regression(home)
-    keys = list(module.state_dict())
     for _ in range(2):
         make_trainer(home, callbacks=[callback]).fit(module, loader(3), loader(2))
     trainer = make_trainer(home, callbacks=[callback])
@@ -463,28 +461,6 @@ def test_several_fits_and_other_stages_in_one_file(home: Any, make_trainer: Any,
     written = rows(tmp_path / "memory.csv")
     assert [row["stage"] for row in written] == ["fit"] * 4 + ["validate", "test", "predict"]
     assert len({row["fit"] for row in written}) == 5
-    assert list(module.state_dict()) == keys
-    assert callback.state_dict() == {}
-
-
-def test_a_failing_fit_shows_its_table_once(
-    home: Any, make_trainer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], device: torch.device
-) -> None:
-    module, callback = regression(home), MemoryLogger()
-
-    def fail(batch: Any, batch_idx: int) -> None:
-        raise RuntimeError("broken")
-
-    stock, module.training_step = module.training_step, fail
-    trainer = make_trainer(home, callbacks=[callback])
-    with pytest.raises(RuntimeError, match="broken"):
-        trainer.fit(module, loader(3))
-    callback.on_exception(trainer, module, RuntimeError())
-    callback.teardown(trainer, module, "fit")
-    assert capsys.readouterr().out.count(f"fit on {device}") == 1
-    module.training_step = stock
-    make_trainer(home, callbacks=[callback]).fit(module, loader(3))
-    assert len({row["fit"] for row in rows(tmp_path / "memory.csv")}) == 2
 
 
 @pytest.mark.parametrize(
@@ -515,17 +491,18 @@ def test_only_a_run_in_which_no_batch_has_begun_shows_no_table(
 
     module.test_step = module.predict_step = module.validation_step = lambda batch: None
     setattr(module, hook, fail)
+    callback = MemoryLogger()
+    trainer = make_trainer(home, callbacks=[callback])
     with pytest.raises(error, match="broken"):
-        getattr(make_trainer(home, callbacks=[MemoryLogger()]), stage)(module, loader(3))
+        getattr(trainer, stage)(module, loader(3))
+    callback.on_exception(trainer, module, RuntimeError())
+    callback.teardown(trainer, module, stage)
     assert capsys.readouterr().out.count(f"{stage} on ") == tables
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_file_that_cannot_be_written(
-    home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_file_that_cannot_be_written(home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
-        raise OSError(number, "no")
+        raise OSError(28, "no space left on device")
 
     monkeypatch.setattr(technique, "append_row", fail)
     trainer = make_trainer(home, callbacks=[MemoryLogger(every_n_steps=1)])

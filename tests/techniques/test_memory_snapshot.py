@@ -249,9 +249,7 @@ def test_recording_of_the_user_continues(home: Any, make_trainer: Any, tmp_path:
 
 
 def test_several_fits_and_other_stages(home: Any, make_trainer: Any, cuda: Cuda) -> None:
-    callback = MemorySnapshot()
-    module = regression(home)
-    keys = list(module.state_dict())
+    callback, module = MemorySnapshot(), regression(home)
     for _ in range(2):
         make_trainer(home, callbacks=[callback]).fit(module, loader(2))
         assert cuda.recording is None
@@ -260,8 +258,6 @@ def test_several_fits_and_other_stages(home: Any, make_trainer: Any, cuda: Cuda)
     trainer.validate(module, loader(2), verbose=False)
     trainer.predict(module, loader(2))
     assert len(cuda.calls) == calls
-    assert list(module.state_dict()) == keys
-    assert callback.state_dict() == {}
 
 
 def test_training_continues_on_a_full_disk(

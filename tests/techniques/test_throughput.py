@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -340,53 +341,32 @@ def test_figures_on_a_gpu(home: Any, make_trainer: Any) -> None:
 # --- trace ---
 
 
-def test_nothing_stays_on_strategy_or_module(home: Any, make_trainer: Any) -> None:
+def fails(*args: Any) -> None:
+    raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize(
+    ("hook", "function", "ends"),
+    [
+        ("on_after_backward", lambda: None, nullcontext()),
+        ("on_train_batch_start", lambda batch, batch_idx: -1, nullcontext()),  # Lightning's way to skip an epoch
+        ("on_train_batch_start", fails, pytest.raises(RuntimeError, match="broken")),
+        ("training_step", fails, pytest.raises(RuntimeError, match="broken")),
+    ],
+)
+def test_counter_is_removed_after_every_fit(home: Any, make_trainer: Any, hook: str, function: Any, ends: Any) -> None:
     callback, module = Throughput(), regression(home)
-    keys = list(module.state_dict())
-    trainer = make_trainer(home, callbacks=[callback])
-    for fits in (1, 2):
-        trainer.fit_loop.max_epochs = fits
-        trainer.fit(module, loader(4), loader(2))
-        assert callback.figures["throughput/samples_per_s"] > 0
-    trainer.validate(module, loader(2), verbose=False)
-    trainer.test(module, loader(2), verbose=False)
-    trainer.predict(module, loader(2))
-    assert callback.figures["throughput/samples_per_s"] > 0
-    assert "training_step" not in vars(trainer.strategy)
-    assert list(module.state_dict()) == keys
-    assert callback.state_dict() == {}
-
-
-def test_a_fit_without_a_training_step_leaves_nothing(home: Any, make_trainer: Any) -> None:
-    module = regression(home)
-    module.on_train_batch_start = lambda batch, batch_idx: -1  # Lightning's way to skip an epoch
-    trainer = make_trainer(home, callbacks=[Throughput()])
-    trainer.fit(module, loader(2))
-    assert "training_step" not in vars(trainer.strategy)
-
-
-@pytest.mark.parametrize("where", ["forward", "before"])
-def test_counter_is_removed_when_training_fails(home: Any, make_trainer: Any, where: str) -> None:
-    callback, module = Throughput(), regression(home)
-
-    def fail(*args: Any) -> None:
-        raise RuntimeError("broken")
-
-    if where == "forward":
-        stock, module.training_step = module.training_step, fail
-    else:
-        module.on_train_batch_start = fail
-    trainer = make_trainer(home, callbacks=[callback])
-    with pytest.raises(RuntimeError, match="broken"):
+    trainer, stock = make_trainer(home, callbacks=[callback]), getattr(module, hook)
+    setattr(module, hook, function)
+    with ends:
         trainer.fit(module, loader(4))
     assert _get_current_dispatch_mode_stack() == []
     assert "training_step" not in vars(trainer.strategy)
     callback.teardown(trainer, module, "fit")
     callback.on_exception(trainer, module, RuntimeError())
-    if where == "forward":
-        module.training_step = stock
-        trainer.fit(module, loader(4))
-        assert callback.figures["throughput/samples_per_s"] > 0
+    setattr(module, hook, stock)
+    make_trainer(home, callbacks=[callback]).fit(module, loader(4))
+    assert callback.figures["throughput/samples_per_s"] > 0
 
 
 def test_method_of_another_technique_is_restored() -> None:
