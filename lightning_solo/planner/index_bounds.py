@@ -42,10 +42,6 @@ Bounds = tuple[Tensor, int, int, int]
 NONE = -(2**63)
 
 
-def _embedding(weight: Tensor, indices: Tensor, *rest: Any) -> Iterator[Bounds]:
-    yield indices, 0, weight.shape[0], NONE
-
-
 def _nll_loss(
     scores: Tensor, target: Tensor, weight: Any, reduction: int, ignored: int, *rest: Any
 ) -> Iterator[Bounds]:
@@ -67,7 +63,7 @@ def _index(tensor: Tensor, indices: Any, *rest: Any) -> Iterator[Bounds]:
 SCATTERS = (aten.scatter.src, aten.scatter.value, aten.scatter_.src, aten.scatter_.value)
 ADDING_SCATTERS = (aten.scatter_add.default, aten.scatter_add_.default)
 BOUNDS: dict[Any, Callable[..., Iterator[Bounds]]] = {
-    aten.embedding.default: _embedding,
+    aten.embedding.default: lambda weight, indices, *rest: _along(weight, 0, indices),
     aten.index.Tensor: _index,
     **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll_loss),
     **dict.fromkeys((aten.gather.default, aten.index_select.default, *SCATTERS, *ADDING_SCATTERS), _along),

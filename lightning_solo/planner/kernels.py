@@ -102,15 +102,11 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
 @contextmanager
 def cuda_chunk_sizes() -> Iterator[None]:
     """Use a GPU's sizes and numbers of chunks and staging buffers for compact states."""
-    tables = (adamw_update.CHUNK, split_weights.CHUNK, staging.SLOTS)
-    originals = [table["cpu"] for table in tables]
-    for table in tables:
-        table["cpu"] = table["cuda"]
-    try:
+    with ExitStack() as stack:
+        for table in (adamw_update.CHUNK, split_weights.CHUNK, staging.SLOTS):
+            stack.callback(table.__setitem__, "cpu", table["cpu"])
+            table["cpu"] = table["cuda"]
         yield
-    finally:
-        for table, original in zip(tables, originals, strict=True):
-            table["cpu"] = original
 
 
 @contextmanager

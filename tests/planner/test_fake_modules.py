@@ -16,7 +16,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 pytest.importorskip("transformers")
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import import_utils
 
 from lightning_solo.planner.data_dependent_ops import arrays_of_zeros
@@ -60,18 +60,9 @@ def gpt_2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=8, vocab_size=32))
 
 
-def vit() -> nn.Module:
-    return ViTForImageClassification(
-        ViTConfig(
-            hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4
-        )
-    )
-
-
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "byte_gpt": byte_gpt,
     "gpt_2": gpt_2,
-    "vit": vit,
     "tied": tied,
     "handed": Handed,
 }

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.classification import MulticlassConfusionMatrix
 
 from lightning_solo.errors import PlanError, PresetError
 from lightning_solo.planner.batches import examples, first_batch, sized
@@ -110,38 +109,6 @@ class Hooked(Classifier):
         return batch[0].float(), batch[1]
 
 
-class Adversarial(L.LightningModule):
-    """A generator and a discriminator: toggled, clipped and scheduled by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16))
-        self.discriminator = nn.Sequential(nn.Linear(16, 24), nn.LeakyReLU(0.2), nn.Linear(24, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        x, judge = batch[0], F.binary_cross_entropy_with_logits
-        real, made = torch.ones(len(x), 1, device=self.device), torch.zeros(len(x), 1, device=self.device)
-        drawn = self.generator(torch.randn(len(x), 8, device=self.device))
-        losses = [
-            lambda: judge(self.discriminator(drawn), real),
-            lambda: judge(self.discriminator(x), real) + judge(self.discriminator(drawn.detach()), made),
-        ]
-        for optimizer, loss in zip(self.optimizers(), losses, strict=True):  # type: ignore[arg-type]
-            self.toggle_optimizer(optimizer)
-            self.manual_backward(loss())
-            self.clip_gradients(optimizer, 1.0, "norm")
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-        for schedule in self.lr_schedulers():  # type: ignore[union-attr]
-            schedule.step()
-
-    def configure_optimizers(self) -> Any:
-        optimizers = [torch.optim.Adam(part.parameters()) for part in (self.generator, self.discriminator)]
-        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizer, 10) for optimizer in optimizers]
-
-
 class Averaged(Classifier):
     """Keeps a copy that follows the weights, made when the fit begins."""
 
@@ -151,19 +118,6 @@ class Averaged(Classifier):
     def on_train_batch_end(self, *args: Any) -> None:
         for mean, new in zip(self.average.parameters(), self.network.parameters(), strict=True):
             mean.lerp_(new.detach(), 0.01)
-
-
-class Counted(Classifier):
-    """Has a metric that counts in bins."""
-
-    def __init__(self) -> None:
-        super().__init__(layer())
-        self.confusion = MulticlassConfusionMatrix(5)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        scores = self.network(batch[0])
-        self.confusion.update(scores.detach(), batch[1])
-        return F.cross_entropy(scores, batch[1])
 
 
 class Branches(Classifier):
@@ -177,16 +131,6 @@ class Branches(Classifier):
         while scores.sum() > 1e9:
             scores = scores / 2
         return F.cross_entropy(scores, y)
-
-
-class Assigns(Classifier):
-    """Writes where a mask is."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        scores = self.network(batch[0])
-        changed = scores.clone()
-        changed[scores > 100] = 0
-        return F.cross_entropy(changed, batch[1])
 
 
 class Penalized(Classifier):
@@ -233,11 +177,8 @@ class Built(Classifier):
 
 HABITS: dict[str, Callable[[], L.LightningModule]] = {
     "transfer hooks": lambda: Hooked(layer()),
-    "adversarial": Adversarial,
     "averaged": lambda: Averaged(layer()),
-    "counted": Counted,
     "branches": lambda: Branches(layer()),
-    "assigns": lambda: Assigns(layer()),
     "penalized": lambda: Penalized(nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 5))),
     "tabled": Tabled,
     "built": Built,
