@@ -1,0 +1,128 @@
+"""The Trainer that a configuration of its arguments and a preset describe together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lightning_solo.attach import trainer_kwargs
+from lightning_solo.build import HOMES
+from lightning_solo.cards.arguments import check_arguments
+from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.presets.compose import Preset
+from lightning_solo.presets.parse import PRECISIONS
+from lightning_solo.presets.signature import parameters_of_class
+from lightning_solo.presets.targets import instantiate, refuse_foreign_targets
+
+TARGETS = {
+    f"{home}.{path}": home for home in HOMES for path in ("Trainer", "trainer.Trainer", "trainer.trainer.Trainer")
+}
+TARGETS["lightning.Trainer"] = "lightning.pytorch"
+"""Target of a Trainer -> its home."""
+
+TRUSTED = tuple(
+    f"{home}.{room}" for home in HOMES for room in ("callbacks", "loggers", "plugins", "profilers", "strategies")
+)
+"""Prefixes of the objects that a Trainer takes; not all of Lightning, which has functions that load any pickle."""
+
+
+def trainer(
+    config: Mapping[str, Any],
+    preset: Preset,
+    overrides: Sequence[str] = (),
+    *,
+    callbacks: Sequence[Any] = (),
+    allow: Sequence[str] = (),
+    module: Any = None,
+    batch: Any = None,
+    **arguments: Any,
+) -> Any:
+    """Return the Trainer of a configuration and a preset: ``solo.trainer(cfg.trainer, cfg.solo)``.
+
+    Use it in the place of ``hydra.utils.instantiate(cfg.trainer, **trainer_kwargs(cfg.solo))``, in which the preset
+    silently replaces values of ``cfg.trainer``.
+
+    Args:
+        config: arguments of the Trainer, a mapping or a `DictConfig`. Its ``_target_``, if it has one, is a Trainer of
+            ``lightning`` or ``pytorch_lightning``. A value of None counts as not set. Lightning's callbacks,
+            loggers, plugins, profilers and strategies may be nodes with a ``_target_``; others only if ``allow`` has
+            their prefix.
+        preset: as in `trainer_kwargs`.
+        overrides: of the preset, as in `trainer_kwargs`.
+        callbacks: added after those of the preset and of ``config``.
+        allow: prefixes of the ``_target_`` entries that you trust, such as ``["my_project"]``.
+        module: for ``auto`` only, as in `trainer_kwargs`.
+        batch: for ``auto`` only, as in `trainer_kwargs`.
+        arguments: further arguments of the Trainer, such as a logger that is already an object.
+
+    Raises:
+        ConflictError: ``config`` or ``arguments`` set what the preset sets, to another value.
+        PresetError: the ``_target_`` is not a Trainer, an argument is given twice, or as `trainer_kwargs`.
+        BudgetError, CapabilityError, PlanError: as `trainer_kwargs`.
+    """
+    fields: Any = OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else dict(config)
+    target = fields.pop("_target_", "lightning.pytorch.Trainer")
+    if target not in TARGETS:
+        raise PresetError(f"trainer._target_={target!r}: must be one of {', '.join(sorted(TARGETS))}")
+    home = TARGETS[target]
+    if twice := sorted(fields.keys() & arguments.keys()):
+        raise PresetError(f"{twice[0]} is in the Trainer's configuration and an argument of solo.trainer: drop one")
+    refuse_foreign_targets(fields, "trainer", [*TRUSTED, *allow])
+    cls = resolve_name(f"{home}:Trainer")
+    check_arguments(fields, parameters_of_class(cls) or {}, "trainer")
+    given = {**instantiate(fields, "trainer", [*TRUSTED, *allow]), **arguments}
+    listed = [*_listed(given.pop("callbacks", None)), *callbacks]
+    plain = {name: value for name, value in given.items() if value is not None}
+    ours = trainer_kwargs(
+        preset, overrides, callbacks=listed, allow=allow, lightning=home, module=module, batch=batch, trainer=plain
+    )
+    return cls(**{**given, **merged(plain, ours)})
+
+
+def merged(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a Trainer's arguments, from those given and those of a preset.
+
+    A single device (``devices=[2]``) and the accelerator ``"gpu"`` agree with the preset's ``devices=1`` and
+    ``accelerator="cuda"``. The value ``"auto"`` leaves the choice to the preset.
+
+    Raises:
+        ConflictError: both set an argument, to different values.
+    """
+    arguments = {**given, **ours}
+    for name in given.keys() & ours.keys() - {"callbacks"}:
+        value = given[name]
+        if value == "auto" or _long(name, value) == _long(name, ours[name]):
+            continue
+        if name == "devices":
+            if not _is_one_device(value):
+                raise ConflictError(f"trainer.devices={value!r}: a preset trains on one device; write devices=1")
+            arguments[name] = value
+        elif (name, value, ours[name]) != ("accelerator", "gpu", "cuda"):
+            raise ConflictError(
+                f"trainer.{name}={value!r}, but the preset sets {name}={ours[name]!r}: drop {name} from the Trainer's"
+                f" configuration, or give the preset the override {name}={value}"
+            )
+    return arguments
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, Mapping):
+        return list(callbacks.values())
+    return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+
+
+def _long(name: str, value: Any) -> Any:
+    return PRECISIONS.get(str(value), value) if name == "precision" else value
+
+
+def _is_one_device(value: Any) -> bool:
+    """Return whether Lightning reads a value of ``devices`` as one device: ``1``, ``"1"``, ``[2]``, ``"2,"``."""
+    if isinstance(value, str):
+        parts = [part for part in value.split(",") if part.strip()]
+        return len(parts) == 1 if "," in value else value.strip() == "1"
+    return len(value) == 1 if isinstance(value, (list, tuple)) else value == 1

@@ -1,0 +1,107 @@
+"""LightningCLI takes presets by name, on the command line and in YAML, and refuses contradictions."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+
+import lightning_solo as solo
+from lightning_solo.errors import ConflictError, PresetError
+from tests.messages import mentions, nearest
+from tests.modules import loader
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
+)  # Lightning's own
+
+QUIET = [
+    *("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.logger=false"),
+    *("--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"),
+    *("--trainer.enable_model_summary=false", "--seed_everything=0"),
+]
+
+
+class Small(LightningModule):
+    """A linear regression with its own data."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
+
+    def train_dataloader(self) -> Any:
+        return loader(2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that runs the program with a command line, and returns its Trainer."""
+
+    def program(*line: str) -> Any:
+        quiet = [*QUIET, f"--trainer.default_root_dir={tmp_path}"]
+        monkeypatch.setattr("sys.argv", ["main.py", "fit", *([] if "--config" in line else quiet), *line])
+        return solo.SoloCLI(Small).trainer
+
+    return program
+
+
+def names(trainer: Any) -> list[str]:
+    return [type(callback).__name__ for callback in trainer.callbacks]
+
+
+@pytest.mark.parametrize(
+    ("line", "precision", "techniques"),
+    [
+        (["--solo=compact"], "bf16-true", ["CompactStates", "GradientRelease"]),
+        (["--solo=[bf16,gradient_release]"], "bf16-mixed", ["GradientRelease"]),
+        (["--solo=compact", "--solo_overrides=[~callback.gradient_release]"], "bf16-true", ["CompactStates"]),
+        (["--solo=auto", "--solo_overrides+=auto.presets=[bf16]"], "bf16-mixed", []),
+    ],
+)
+def test_presets_by_name(run: Any, line: list[str], precision: str, techniques: list[str]) -> None:
+    trainer = run(*line)
+    assert trainer.precision == precision
+    assert set(techniques) <= set(names(trainer))
+    assert trainer.global_step == 2
+
+
+def test_preset_in_a_file_is_printed_and_read_again(run: Any, tmp_path: Path) -> None:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
+        run("--solo=compact", "--solo_overrides=[callback.compact_states.moment_bits=32]", "--print_config")
+    file = tmp_path / "fit.yaml"
+    file.write_text(text.getvalue())
+    trainer = run("--config", str(file))
+    (states,) = [callback for callback in trainer.callbacks if isinstance(callback, solo.CompactStates)]
+    assert states.moment_bits == 32
+
+
+def test_without_a_preset_it_is_lightnings(run: Any) -> None:
+    trainer = run("--trainer.callbacks+=lightning_solo.GradientRelease")
+    assert "PresetGuard" not in names(trainer)
+    assert "GradientRelease" in names(trainer)
+
+
+def test_callbacks_of_both_act(run: Any) -> None:
+    trainer = run("--solo=compact", "--trainer.callbacks+=lightning_solo.MemoryLogger")
+    assert {"CompactStates", "MemoryLogger", "SaveConfigCallback"} <= set(names(trainer))
+
+
+def test_contradictions_are_refused(run: Any) -> None:
+    with pytest.raises(ConflictError, match=mentions("trainer.precision='16-mixed'", "override precision=16-mixed")):
+        run("--solo=compact", "--trainer.precision=16-mixed")
+    with pytest.raises(ConflictError, match=mentions("trainer.devices", "devices=1")):
+        run("--solo=compact", "--trainer.devices=2")
+    with pytest.raises(PresetError, match=nearest("compact")):
+        run("--solo=compcat")
