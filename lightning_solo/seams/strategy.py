@@ -25,12 +25,18 @@ def begin(strategy: Any, trainer: Any) -> Run:
     if (before := run_of(strategy)) is not None:
         before.end()
     run = Run(strategy, trainer)
+    _replace_methods(run, AROUND)
+    return run
+
+
+def _replace_methods(run: Run, around: Mapping[str, Callable[..., Any]]) -> None:
+    """Replace methods of the run's strategy until the changes of the run are undone."""
+    strategy = run.strategy
     strategy.solo_run = run
     run.undo.callback(delattr, strategy, "solo_run")
     run.undo.enter_context(
-        patches.methods_through(strategy, {name: partial(around, run) for name, around in AROUND.items()})
+        patches.methods_through(strategy, {name: partial(function, run) for name, function in around.items()})
     )
-    return run
 
 
 def run_of(strategy: Any) -> Run | None:
@@ -62,7 +68,8 @@ def join(technique: Technique, trainer: Any) -> Run:
 def _teardown(run: Run, own: Own) -> None:
     """End the run after module and states moved to the host, also after an exception.
 
-    A run that was never set up ends first, so that the module moves unchanged.
+    A run that was never set up ends first, so that the module moves unchanged. Checkpoints that are saved later, before
+    the next run, have the same form as those saved in the run.
     """
     if not run.is_set_up:
         run.end()
@@ -72,6 +79,8 @@ def _teardown(run: Run, own: Own) -> None:
         run.around("leaving", own)()
     finally:
         run.end()
+        if run.having("checkpoint"):
+            _replace_methods(run, SAVING)
 
 
 # --- set-up ---
@@ -173,7 +182,7 @@ def _optimizer_step(run: Run, own: Own, optimizer: Any, closure: Own, model: Any
     return result
 
 
-# --- checkpoints; after a run `Technique.on_save_checkpoint` does the same ---
+# --- checkpoints ---
 
 
 def _lightning_module_state_dict(run: Run, own: Own) -> dict[str, Any]:
@@ -197,6 +206,11 @@ def _load_optimizer_state_dict(run: Run, own: Own, checkpoint: Mapping[str, Any]
     run.load_states(own)(checkpoint)
 
 
+SAVING: dict[str, Callable[..., Any]] = {
+    "lightning_module_state_dict": _lightning_module_state_dict,
+    "optimizer_state": _optimizer_state,
+}
+"""The replacements that stay after a run, until the next one, if a technique changes checkpoints."""
 AROUND: dict[str, Callable[..., Any]] = {
     "teardown": _teardown,
     "model_sharded_context": _model_sharded_context,
@@ -208,8 +222,7 @@ AROUND: dict[str, Callable[..., Any]] = {
     "training_step": _training_step,
     "backward": _backward,
     "optimizer_step": _optimizer_step,
-    "lightning_module_state_dict": _lightning_module_state_dict,
-    "optimizer_state": _optimizer_state,
+    **SAVING,
     "load_optimizer_state_dict": _load_optimizer_state_dict,
 }
 """Method of a strategy -> its replacement during a run, called with the run and the method."""

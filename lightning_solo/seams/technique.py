@@ -130,15 +130,3 @@ class Technique(Callback):
         """End the run if the strategy's teardown didn't."""
         if self.ctx is not None:
             self.ctx.end()
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Save after a fit as during it; then the strategy has no seams any more."""
-        if self.ctx is not None:
-            return
-        ctx = Run(trainer.strategy, trainer)
-        own = self.checkpoint(ctx)
-        checkpoint["state_dict"] = own.saved_weights(checkpoint["state_dict"])
-        states = zip(trainer.strategy.optimizers, checkpoint.get("optimizer_states", ()), strict=False)
-        saved = [own.saved_states(optimizer, state) for optimizer, state in states]
-        if saved:
-            checkpoint["optimizer_states"] = saved

@@ -34,7 +34,7 @@ pytestmark = [
 
 
 def test_probe_acts_at_every_seam() -> None:
-    other = {"phase", "ctx", "overrides", "setup", "teardown", "on_save_checkpoint"}
+    other = {"phase", "ctx", "overrides", "setup", "teardown"}
     assert all(
         SteppingProbe.overrides(name) for name in vars(Technique) if not name.startswith("_") and name not in other
     )

@@ -480,6 +480,8 @@ def test_trace_resumed_run_is_the_undisturbed_one(
     assert has_corrections == (kind == "bf16" and master_bits == 24)
     expected = {key: value.cpu() for key, value in (weights if kind == "bf16" else masters)(half).items()}
     assert equal({key: value.cpu() for key, value in file["state_dict"].items()}, expected)
+    half.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert equal(torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"], file["state_dict"])
     resumed = run(max_epochs=3, path=path)
     assert_same_run(resumed, whole)
     assert equal(masters(resumed), masters(whole))
