@@ -14,7 +14,7 @@ from lightning_solo.cli.command_line import check_command_line, compose_applicat
 from lightning_solo.sweeps.results import read
 from lightning_solo.sweeps.search_settings import settings
 from lightning_solo.sweeps.search_space import search_space
-from tests.cli.test_train import command_output
+from tests.cli.commands import call
 from tests.conftest import long
 
 MODULE = ["model._target_=my_project.MyModule", "allow=[my_project]"]
@@ -64,7 +64,7 @@ ACCURACY = ["hydra.sweeper.monitor=val_accuracy", "hydra.sweeper.direction=maxim
 def test_module_of_the_user_is_searched_by_its_metric(tmp_path: Path, more: list[str], metric: str) -> None:
     (tmp_path / "my_project.py").write_text(MINE)
     few = ["hydra.sweeper.n_trials=1", "trainer.max_steps=4", "trainer.val_check_interval=4"]
-    command_output(tmp_path, "train", "experiment=search_fine_tuning", *MODULE, "run=search", *few, *more)
+    call(tmp_path, "train", "experiment=search_fine_tuning", *MODULE, "run=search", *few, *more)
     (row,) = read(tmp_path / "runs" / "search" / "results.jsonl")
     study = optuna.load_study(study_name="search", storage=f"sqlite:///{tmp_path / 'runs' / 'search' / 'optuna.db'}")
     assert [trial.value for trial in study.trials] == [row.metrics[metric]]
