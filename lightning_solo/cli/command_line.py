@@ -258,7 +258,7 @@ def composed_once(overrides: Sequence[str]) -> Iterator[tuple[DictConfig, Checke
         except (HydraException, OmegaConfBaseException) as error:
             raise refusal(error, overrides) from error
         checked = check_application(cfg, overrides)
-        cfg.hydra.mode = RunMode.RUN  # as `hydra.main` leaves it
+        cfg.hydra.mode = cfg.hydra.mode or RunMode.RUN  # as `hydra.main` leaves it; an experiment may say MULTIRUN
         yield cfg, checked, HydraContext(config_loader=app.config_loader, callbacks=Callbacks(cfg))
 
 

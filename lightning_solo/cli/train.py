@@ -59,9 +59,10 @@ def run(arguments: Sequence[str]) -> int:
     flags, overrides = split(arguments)
     if not flags and not any(text.startswith("hydra.mode=") for text in overrides):
         with composed_once(overrides) as (cfg, checked, context):
-            job = run_job(partial(_job, checked=checked), cfg, "hydra.run.dir", None, context)
-            _ = job.return_value  # raises the job's exception
-        return 0
+            if cfg.hydra.mode == RunMode.RUN:  # else an experiment is a search
+                job = run_job(partial(_job, checked=checked), cfg, "hydra.run.dir", None, context)
+                _ = job.return_value  # raises the job's exception
+                return 0
     check_command_line(arguments)
     sys.argv = ["lightning-solo train", *flags, *search_path_override(overrides), *overrides]
     hydra.main(config_path=str(conf_folder() / "app"), config_name="train", **VERSION_BASE)(_job)()

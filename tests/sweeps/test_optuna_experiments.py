@@ -59,7 +59,6 @@ class MyModule(L.LightningModule):
 ACCURACY = ["hydra.sweeper.monitor=val_accuracy", "hydra.sweeper.direction=maximize"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("more", "metric"), [([], "val_loss"), long(ACCURACY, "val_accuracy")])
 def test_module_of_the_user_is_searched_by_its_metric(tmp_path: Path, more: list[str], metric: str) -> None:
     (tmp_path / "my_project.py").write_text(MINE)
