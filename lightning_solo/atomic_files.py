@@ -1,4 +1,4 @@
-"""Files that are never half written, even if the process dies; locks on files."""
+"""Write files so that they are never incomplete, even if the process dies; lock files."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _NONE: Any = object()  # an attribute that the object itself doesn't have
 def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
     """Replace an attribute within a context, and yield the original.
 
-    An attribute that somebody else has replaced meanwhile stays.
+    If other code replaces the attribute in the meantime, its value is kept.
 
     Raises:
         AttributeError: the object has no such attribute, for example in another version of its library.

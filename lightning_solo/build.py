@@ -1,4 +1,4 @@
-"""From a configuration to objects and Trainer arguments."""
+"""Build objects and Trainer arguments from a configuration."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def trainer_arguments(
     """Return the Trainer arguments that a preset needs, and ``devices=1``.
 
     Args:
-        configuration: of the preset.
-        callbacks: the user's own; they follow the preset's.
+        configuration: the preset's configuration.
+        callbacks: the user's own callbacks, which follow the preset's.
         lightning: the Trainer's package, one of `HOMES` or ``"lightning"``.
 
     Raises:

@@ -54,20 +54,20 @@ def build_folder(name: str, *determined_by: object) -> Path:
 
 
 def stored_library(folder: Path) -> Path | None:
-    """Return the library in a folder of `build_folder`; None where none was built that only this user may write."""
+    """Return the library in a folder of `build_folder`; None if there is none, or if other users may write to it."""
     return next((path for path in folder.glob("*.so") if is_private(path)), None)
 
 
 def load_or_build(
     folder: Path, title: str, load: Callable[[Path], Library], build: Callable[[Path], Library]
 ) -> Library:
-    """Return the library in a folder of `build_folder`, built if it is missing or can't be loaded.
+    """Return the library in a folder of `build_folder`; build it if it is missing or can't be loaded.
 
-    A build has a fresh folder, from which the complete library is moved. If another process is building, this waits.
+    A library is built in a fresh folder and moved when it is complete. If another process is building, this waits.
 
     Args:
-        folder: of the library.
-        title: of the library, for messages.
+        folder: the library's folder.
+        title: the library's title, for messages.
         load: returns the library in a file; raises OSError or ImportError for a damaged one.
         build: compiles one file ``*.so`` somewhere below an empty folder, and returns the library in it.
 

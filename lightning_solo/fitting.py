@@ -1,4 +1,4 @@
-"""Presets that would fit instead of one that did not, by their model states and the free memory.
+"""Find presets that would fit in place of one that did not, from their model states and the free memory.
 
 A rule of thumb for an error message: it adds the cards' footprints under AdamW and ignores activations.
 """
@@ -40,7 +40,7 @@ class Room:
 
 
 def presets_that_fit(module: torch.nn.Module, check: Callable[[Configuration], None], free: Room | None = None) -> str:
-    """Return a sentence with the presets that would fit, or with the preset that needs least more memory."""
+    """Return a sentence that names the presets that would fit, or the one that lacks the least memory."""
     sizes = sizes_of(module)
     free = free or free_room(module)
     needs = {}
@@ -78,7 +78,7 @@ def model_states(config: Configuration, sizes: Sizes, *, cuda: bool) -> Room | N
 
 
 def free_room(module: torch.nn.Module) -> Room:
-    """Return the room for a new run: free memory, and the memory that this process and the module would free."""
+    """Return the memory for a new run: free memory, plus the memory that this process and the module would free."""
     host = host_memory()[1] + host_bytes_of(module)
     if not torch.cuda.is_available():
         return Room(0, host)

@@ -19,8 +19,8 @@ class PresetGuard(Callback):
     """Compares the Trainer with the preset's arguments when a run starts.
 
     Python refuses an argument that is passed twice: ``Trainer(**trainer_kwargs("bf16"), precision="32-true")``. This
-    callback refuses a replaced one: ``Trainer(**{**trainer_kwargs("bf16"), **cfg.trainer})``. It checks nothing if that
-    mapping replaces ``callbacks``, because then it is lost with the preset's other callbacks.
+    callback refuses an argument that was replaced: ``Trainer(**{**trainer_kwargs("bf16"), **cfg.trainer})``. If that
+    mapping replaces ``callbacks``, nothing is checked, because this callback is lost with the preset's others.
 
     Args:
         promised: the preset's Trainer arguments.

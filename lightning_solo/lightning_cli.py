@@ -28,7 +28,7 @@ class SoloCLI(LightningCLI):
         parser.add_argument("--solo_allow", type=names, default=[], help="prefixes of _target_ entries that you trust")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Return the Trainer, under the preset if there is one.
+        """Return the Trainer, with the preset applied if there is one.
 
         Raises:
             ConflictError: the preset and an argument of the Trainer contradict each other.

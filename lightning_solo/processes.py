@@ -1,7 +1,7 @@
 """Processes: this one's environment, and its children, which are forks or fresh interpreters.
 
 A process and its child exchange pickled messages by a `Connection`. An exception that the child sends is raised by
-`Child.receive`. A child is killed when its parent ends, for whatever reason.
+`Child.receive`. A child is killed when its parent ends, for any reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ProcessError(SoloError, RuntimeError):
 
 @contextmanager
 def environment(variables: Mapping[str, str], *, everything: bool = False) -> Iterator[None]:
-    """Set environment variables, and restore them, and those that imports set, at the end; or ``everything``."""
+    """Set environment variables in a context; at its end restore them and those that imports set, or ``everything``."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -52,9 +52,9 @@ class Child:
     """A child process.
 
     Args:
-        pid: its id.
-        connection: to it.
-        output: the file that it prints to; None if that is somebody else's.
+        pid: the child's process id.
+        connection: the connection to the child.
+        output: the file that it prints to; None if it prints to a file that this object doesn't own.
 
     Attributes:
         oom_kills: processes that the kernel killed for lack of memory while the child ran; set by `wait`.
@@ -100,7 +100,7 @@ class Child:
         return message
 
     def signal(self, number: int) -> None:
-        """Send a signal to the child's process group if it leads one, else to the child; none once it has ended."""
+        """Send a signal to the child's process group if it leads one, else to the child; do nothing if it has ended."""
         if self._exit_code is None:
             with suppress(ProcessLookupError, PermissionError):
                 (os.killpg if os.getpgid(self.pid) == self.pid else os.kill)(self.pid, number)
@@ -125,7 +125,7 @@ class Child:
         return self.wait()
 
     def death(self) -> str:
-        """Return how the child ended, and the last lines that it printed."""
+        """Return a text that says how the child ended, with the last lines that it printed."""
         exit_code = self.wait()
         how = ending(exit_code)
         if exit_code == -signal.SIGKILL:
@@ -175,8 +175,8 @@ def start(
     It has the same `sys.path`, an empty standard input and a session of its own.
 
     Args:
-        function: its module is imported there.
-        arguments: are pickled.
+        function: path of the function; the new interpreter imports its module.
+        arguments: arguments of the function, which are pickled.
         output: the file that it prints to; by default a temporary one, for `Child.last_output`.
         inherited: numbers of open files that it inherits.
         killed_with_parent: False for a child that ends by itself when the connection does.
@@ -215,7 +215,7 @@ def call(function: str, files: Sequence[int], parent: int | None) -> None:
 
 
 def reply(connection: Connection, function: Callable[[], object]) -> int:
-    """Send a function's result or exception; a `ProcessError` instead of one that can't be pickled. Return 0."""
+    """Send a function's result or exception, or a `ProcessError` if that can't be pickled; return 0."""
     try:
         message = function()
     except Exception as error:

@@ -42,7 +42,7 @@ def require(requirement: Need, words: str) -> None:
     """Refuse a machine that doesn't meet a requirement.
 
     Raises:
-        CapabilityError: names what is missing, and the remedy, ``words``.
+        CapabilityError: the message names what is missing, and has ``words`` as the remedy.
     """
     if requirement.kind == "check":
         if missing := resolve_name(requirement.name)():

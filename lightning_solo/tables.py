@@ -33,7 +33,7 @@ class Cell:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is aligned to the right."""
+        """Whether the value is a number, which is aligned to the right."""
         return isinstance(self.value, float | int)
 
 
@@ -56,7 +56,7 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """Whether each column has a number, and is aligned to the right."""
+        """Whether each column has numbers and is therefore aligned to the right."""
         return [any(row[n].is_number for row in self.rows) for n in range(len(self.headings))]
 
 
@@ -135,12 +135,12 @@ def size(count: int | None) -> Cell:
 
 
 def duration(seconds: float | None) -> Cell:
-    """Return a long time as a cell."""
+    """Return a duration in seconds as a cell, such as ``2 h 1 min``."""
     return Cell() if seconds is None else Cell(format_duration(seconds), seconds)
 
 
 def percent(share: float | None, mark: str = "") -> Cell:
-    """Return a relative change in percent as a cell, after a mark.
+    """Return a relative change in percent as a cell; the text starts with ``mark``.
 
     >>> percent(-0.25).text, percent(0.04, "~ ").text
     ('-25%', '~ +4%')

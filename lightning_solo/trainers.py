@@ -1,4 +1,4 @@
-"""The Trainer that a configuration of its arguments and a preset describe together."""
+"""Create a Trainer from a configuration of its arguments and a preset."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def trainer(
 ) -> Any:
     """Return the Trainer of a configuration and a preset: ``solo.trainer(cfg.trainer, cfg.solo)``.
 
-    Use it in the place of ``hydra.utils.instantiate(cfg.trainer, **trainer_kwargs(cfg.solo))``, in which the preset
-    silently replaces values of ``cfg.trainer``.
+    Use it instead of ``hydra.utils.instantiate(cfg.trainer, **trainer_kwargs(cfg.solo))``, where the preset silently
+    replaces values of ``cfg.trainer``.
 
     Args:
         config: arguments of the Trainer, a mapping or a `DictConfig`. Its ``_target_``, if it has one, is a Trainer of
@@ -83,7 +83,7 @@ def trainer(
 
 
 def merged(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a Trainer's arguments, from those given and those of a preset.
+    """Return a Trainer's arguments, merged from the user's (``given``) and a preset's (``ours``).
 
     A single device (``devices=[2]``) and the accelerator ``"gpu"`` agree with the preset's ``devices=1`` and
     ``accelerator="cuda"``. The value ``"auto"`` leaves the choice to the preset.

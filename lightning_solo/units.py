@@ -49,7 +49,7 @@ def format_duration(seconds: float) -> str:
 
 
 def shorter_numbers(text: str) -> str:
-    """Return a text with 4 digits of numbers that have many decimals, such as those drawn by a search.
+    """Return a text in which numbers with many decimals, such as those drawn by a search, have 4 digits.
 
     >>> shorter_numbers("lr=0.0008311303692128172 decay=4.0438780095151014e-05 betas=[0.9,0.999] width=12345")
     'lr=0.0008311 decay=4.044e-05 betas=[0.9,0.999] width=12345'

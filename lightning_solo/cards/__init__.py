@@ -1,1 +1,1 @@
-"""Cards of techniques, the catalogue of all, and configurations made of them; without torch."""
+"""Cards of techniques, the catalogue of all cards, and configurations of techniques; without torch."""

@@ -22,7 +22,7 @@ Check = Callable[[Any], str | None]
 
 
 class Foreign:
-    """Stands for a type that only its module knows, such as a Tensor; no plain value has such a type."""
+    """Placeholder for a type that can't be resolved without an import, such as Tensor; no plain value matches it."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Parameter:
     Attributes:
         kind: its annotation.
         default: its default, or `REQUIRED`.
-        allowed: the allowed values; empty for all of this type.
+        allowed: the allowed values; empty if every value of the type is allowed.
         at_least: the smallest allowed number.
         check: an additional check of the value.
     """

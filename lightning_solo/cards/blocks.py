@@ -13,7 +13,7 @@ AUTO = "auto"
 
 
 def blocks_setting(what: str = "the repeated blocks of any model", example: str = "GPT2Block") -> Any:
-    """Return a field of settings: `AUTO`, or class names whose modules are one block each."""
+    """Return a field of settings that chooses the blocks: `AUTO`, or the class names of the modules that are blocks."""
     return setting(AUTO, f"auto: {what}; or class names, as [{example}]", check=partial(_complaint, example=example))
 
 

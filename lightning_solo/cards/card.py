@@ -44,9 +44,10 @@ class Requirement:
     Attributes:
         kind: ``"cuda"`` for a CUDA device, ``"compiler"`` for a C++ compiler, ``"package"`` for an installed package,
             ``"check"`` for a function that returns a description of what is missing, or None.
-        remedy: who needs it, and what to write without it; ``{name}`` stands for the setting of that name.
+        remedy: message that says which choice needs it, and what to write if it is missing. ``{name}`` stands for the
+            setting of that name.
         name: the package with its versions, as ``"torchao>=0.12"``, or the function as ``"module:function"``.
-        when: returns whether it applies to the settings.
+        when: function of the settings that returns whether they need it.
     """
 
     kind: Literal["cuda", "compiler", "package", "check"]
@@ -79,7 +80,7 @@ class Card:
     """The description of a technique.
 
     Attributes:
-        name: of its folder, its option, its test and its page.
+        name: name of the technique, and so of its folder, its option, its test and its page.
         target: its class, as ``"module:Class"``.
         phase: its place in the order in which techniques act.
         settings: a frozen dataclass with the arguments of the class; `setting` makes its fields.
@@ -89,12 +90,13 @@ class Card:
         owns: resources that only one technique of a run may own; see `RESOURCES`.
         reads: resources that no other technique may free.
         frees: resources that don't exist, or can't be trusted, under this technique.
-        instead: resource -> what to write so that this technique doesn't own it.
-        first_factor: returns the micro-batches of the first optimizer step; for an owner of ``accumulation_factor``.
+        instead: resource -> setting or override with which this technique doesn't own it.
+        first_factor: returns the micro-batches of the first optimizer step; only for a technique that owns
+            ``accumulation_factor``.
         rules: each returns why the technique doesn't fit a configuration and what to write, or None if it fits.
-        caveat: returns why only users who name the technique should get it, or None. `auto` doesn't choose a preset
+        caveat: returns the reason why the technique must be chosen by name, or None. `auto` doesn't choose a preset
             with a caveat, and plans of all presets list it last. Owning ``trained_parameters`` implies a caveat.
-        requires: its needs of the machine.
+        requires: the devices, compilers and packages that it needs.
         on_cpu: settings with which it runs on a CPU; None if it never does.
         rung: its place in the ladder.
         planned: ``"attached"``, ``"left out"``, or ``"module:function"``, a function from settings and a `Tracing` to

@@ -1,4 +1,4 @@
-"""All cards: of this package's techniques, found by folder, and of other packages', found by entry point."""
+"""All cards: those of this package, found by folder, and those of other packages, found by entry point."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def card_of(group: str, name: object, option: str) -> Card:
 
 
 def chosen_of(technique: object) -> Chosen | None:
-    """Return the choice that a technique's object stands for; None if no card names its class."""
+    """Return a technique's object as a `Chosen`, with its card and settings; None if no card names its class."""
     targets = {card.target: card for card in catalogue().cards.values()}
     for cls in type(technique).__mro__:
         card = targets.get(f"{cls.__module__}:{cls.__qualname__}")
@@ -135,7 +135,7 @@ def _loaded(point: EntryPoint) -> Card:
 
 
 def problems(card: Card) -> Iterator[str]:
-    """Yield each mistake in a card and what to write, without importing the technique."""
+    """Yield each mistake in a card with its remedy, without importing the technique."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", card.name):
         yield f"name={card.name!r}: write lower-case letters, digits and underscores"
     if not isinstance(card.phase, Phase):

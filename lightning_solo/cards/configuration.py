@@ -1,4 +1,4 @@
-"""A parsed preset: its techniques with their settings, and the conflicts and needs that their cards declare."""
+"""A parsed preset: its techniques with their settings, and the conflicts and requirements that their cards declare."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Configuration:
         return (*self.techniques, *self.foreign)
 
     def with_techniques_of(self, other: Configuration) -> Configuration:
-        """Return a copy with the techniques and targets of another one, which win where both have the same option."""
+        """Return a copy with the other's techniques and targets added; they replace ours of the same option."""
 
         def joined(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple({part.option: part for part in (*ours, *theirs)}.values())
@@ -131,7 +131,7 @@ class Configuration:
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Reasons why only users who name this preset should get it."""
+        """Reasons why this preset must be chosen by name."""
         words = [
             (chosen, "chooses which parameters are trained")
             for chosen in self.techniques
@@ -179,7 +179,7 @@ class Configuration:
     def rivalries(self) -> Iterator[str]:
         """Yield a message for each pair of techniques whose resources or rules forbid the combination.
 
-        Rules that refuse a technique even alone yield nothing.
+        A rule that refuses a technique even without the others yields no message here.
         """
         for one, other in combinations(self.techniques, 2):
             for resource in sorted(one.owned() & other.owned()):

@@ -45,7 +45,7 @@ class Footprint:
     Attributes:
         weights, gradients, optimizer_states: on the device.
         host: in the host's memory, where the device is a GPU.
-        one_memory: bytes on a machine whose device and host share one memory; None for the sum.
+        one_memory: bytes on a machine whose device and host share one memory; None if they are the sum of the others.
     """
 
     weights: int
@@ -82,7 +82,7 @@ def without_gradients(before: Footprint, request: Request, buffer: str) -> Footp
     Args:
         before: the bytes without release.
         request: module, precision and accumulation.
-        buffer: place of the sum, ``"device"`` or ``"host"``.
+        buffer: where the sum is stored, ``"device"`` or ``"host"``.
     """
     kept = 0 if request.accumulation == 1 else 4 * sum(request.sizes.trainable)
     if buffer == "host":

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Phase(IntEnum):
-    """The order in which techniques act. Within a phase the order of the preset counts."""
+    """The order in which techniques act. Techniques of one phase act in the order of the preset."""
 
     BATCHES = 0
     """Regroups items into batches; later phases see those."""

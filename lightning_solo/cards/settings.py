@@ -15,7 +15,7 @@ AnySettings = TypeVar("AnySettings", bound="TechniqueSettings")
 def setting(
     default: Any, text: str, *, allowed: Sequence[Any] = (), at_least: float | None = None, check: Check | None = None
 ) -> Any:
-    """Return a field of settings; ``text`` documents it with its unit, `Parameter` explains the checks."""
+    """Return a field of settings. ``text`` documents it, with its unit; see `Parameter` for the checks."""
     return field(
         default=default, metadata={"text": text, "allowed": tuple(allowed), "at_least": at_least, "check": check}
     )
@@ -94,7 +94,7 @@ class TechniqueSettings:
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a value's containers, so that the caller's are neither kept nor changed."""
+    """Return a value with copies of its containers, so that the caller's containers are neither kept nor changed."""
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, tuple):

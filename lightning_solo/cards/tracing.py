@@ -23,12 +23,12 @@ class Tracing:
     """The settings of a trace.
 
     Attributes:
-        precision: of forward and backward, by Lightning's name.
+        precision: Lightning's name of the precision of forward and backward.
         accumulation: micro-batches per optimizer step.
         attached: settings of the technique for the trace; None omits the technique.
-        states: formula for model states that are not traced; None if they are.
-        steps: number of traced optimizer steps; an optimizer has states from the second step on.
-        splits: whether a batch runs in several micro-batches, as large as memory allows.
+        states: formula for model states that are not traced; None if they are traced.
+        steps: number of traced optimizer steps; optimizer states exist from the second step on.
+        splits: whether a batch is split into micro-batches, as large as memory allows.
         at_most: largest number of examples in a micro-batch; None for no limit.
         scales: whether memory is affine in the micro-batch, so that traces of two sizes predict all others.
         ahead: batches that a prefetching loader holds on the GPU.

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
-    """Print a warning; name the source file only if it is not this package's."""
+    """Print a warning; name the source file only if it belongs to another package."""
     ours = os.sep + "lightning_solo" + os.sep in filename
     where = "" if ours else f"{filename}: "
     print(f"lightning-solo: {where}{category.__name__}: {message}", file=sys.stderr)

@@ -73,7 +73,7 @@ class CheckedConfig:
 
 
 def chosen_batch(data: Mapping[str, Any]) -> int | None:
-    """Return the batch size that the user chose for the embedded text; None for the default and for other data."""
+    """Return the batch size that the user chose for the default text data; None if unchanged, or for other data."""
     if data.get("name") != "stdlib_text":
         return None
     default = parameters(target_of("data", "stdlib_text", "data.name"))["batch_size"].default

@@ -1,4 +1,4 @@
-"""`lightning-solo doctor`: prints what this machine has and each preset lacks; --build compiles DeepSpeed's parts."""
+"""`lightning-solo doctor`: prints this machine's tools and what each preset lacks; --build compiles DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def tools() -> dict[str, str]:
 
 
 def lacks(preset: str) -> str | None:
-    """Return the reason why this machine can't run a preset, or None."""
+    """Return the reason why this machine can't run a preset, or None if it can."""
     try:
         check_machine(compose(preset))
     except SoloError as error:

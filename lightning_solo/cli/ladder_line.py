@@ -62,7 +62,7 @@ class LadderOptions:
 
     @property
     def of_the_task(self) -> tuple[str, ...]:
-        """The overrides, without those of the folder and of Hydra."""
+        """The overrides without those that set the folder or Hydra's own section."""
         return tuple(t for t in self.overrides if not t.lstrip("+~").startswith(("hydra", "run=", "root=")))
 
 
@@ -133,9 +133,9 @@ def composed(overrides: Sequence[str]) -> tuple[DictConfig, CheckedConfig]:
 
 
 def same_global_batch(checked: CheckedConfig, overrides: Sequence[str]) -> list[str]:
-    """Return overrides that divide the batch by the micro-batches of a step, so that a step's samples stay the same.
+    """Return overrides that divide the batch size by the micro-batches of a step, so that a step keeps its samples.
 
-    A loader whose batch size is no argument keeps it; the row then notes that its steps take more samples.
+    If the loader's batch size isn't an argument, it stays, and the row notes that its steps take more samples.
     """
     factor, argument = checked.solo.first_factor, batch_argument(checked)
     if factor == 1 or argument is None or argument[1] % factor:
@@ -147,7 +147,7 @@ def same_global_batch(checked: CheckedConfig, overrides: Sequence[str]) -> list[
 def batch_argument(checked: CheckedConfig) -> tuple[str, int] | None:
     """Return (override key, value) of the argument that sets the loader's batch; None if there is none.
 
-    ``data.batch_size`` counts beside a custom module only if the user chose it, because the module may have a loader.
+    For a custom module, ``data.batch_size`` counts only if the user chose it, because the module may have a loader.
     """
     if "_target_" in checked.model and "batch_size" not in checked.model and "_target_" not in checked.data:
         batch = chosen_batch(checked.data)

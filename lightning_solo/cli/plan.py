@@ -28,7 +28,7 @@ TIMEOUT_S = 3600.0
 
 
 class Deferred:
-    """Calls a module-level function when it is unpickled, because this process has no torch."""
+    """Calls a module-level function when it is unpickled in another process, because this process has no torch."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
@@ -41,7 +41,7 @@ def budget_here(budget: int | None) -> int:
     """Return the budget on this machine's device; None stands for all of its memory.
 
     Raises:
-        PresetError: the device has less.
+        PresetError: the device has less memory than the budget.
     """
     return budget_on(this_device(), budget, f"--budget {'' if budget is None else format_bytes(budget)}")
 

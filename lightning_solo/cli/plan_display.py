@@ -35,7 +35,7 @@ class Progress:
     """Shows the current preset and the verdicts of the earlier ones on standard error.
 
     Args:
-        names: of the presets, in the order of planning.
+        names: names of the presets, in the order in which they are planned.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

@@ -195,7 +195,7 @@ def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
 
 
 def _refuse_unused_batch(checked: CheckedConfig, module: str) -> None:
-    """Refuse a batch size of the embedded text if the module has its own loader."""
+    """Refuse ``data.batch_size`` if the module has its own loader, so that the default text data isn't used."""
     batch = chosen_batch(checked.data)
     if batch is not None:
         arguments = inspect.signature(get_object(checked.model["_target_"])).parameters

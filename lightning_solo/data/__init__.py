@@ -1,1 +1,1 @@
-"""Batches, loaders and their orders, on plain torch, without Lightning."""
+"""Batches, loaders and the order of their items, on plain torch, without Lightning."""

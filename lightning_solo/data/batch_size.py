@@ -11,7 +11,7 @@ from lightning_solo.data.nested import leaves, tensors_of
 
 
 def size_of(batch: object) -> tuple[int | None, int | None]:
-    """Return the samples in a batch, and its tokens if its first tensor has token ids as (batch, sequence).
+    """Return (samples, tokens) of a batch; tokens are None unless its first tensor has token ids, (batch, sequence).
 
     >>> size_of({"input_ids": torch.zeros(4, 128, dtype=torch.long)}), size_of([torch.zeros(4, 128)])
     ((4, 512), (4, None))

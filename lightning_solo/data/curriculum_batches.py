@@ -53,15 +53,15 @@ class CurriculumBatches(EpochBatches):
     an epoch may start at any batch.
 
     Args:
-        difficulty: of the items, as (items,); ties keep the data set's order.
+        difficulty: (items,), the difficulty of each item; ties keep the data set's order.
         batch_size: items of a batch; the last batch may be smaller in epochs in which every item comes once.
         pace: growth of the share, by optimizer steps, or by tokens if ``tokens`` is given.
         drop_last: leave out the items that do not fill a batch, different ones in each epoch.
-        seed: of the draws.
-        tokens: of each item, as (items,); the position is then the number of tokens in all earlier batches.
+        seed: seed of the draws.
+        tokens: (items,), the tokens of each item; the position is then the number of tokens in all earlier batches.
         batches_used: number of an epoch's batches that are used; None for all.
         batches_per_step: batches in an optimizer step.
-        begun: an epoch, and the position at its first batch.
+        begun: number of a known epoch, and the position at its first batch; later positions are counted from it.
         before: called before the first batch of an epoch is drawn; may still `rank` the items.
 
     Attributes:

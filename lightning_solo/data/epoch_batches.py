@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Return the random generator of an epoch's order; neighbouring seeds have no order in common."""
+    """Return the random generator for an epoch's order; neighbouring seeds share no orders."""
     generator = torch.Generator().manual_seed(seed)
     return generator.manual_seed(int(torch.randint(2**62, (), generator=generator)) ^ epoch)
 
@@ -27,7 +27,7 @@ class EpochBatches(Sampler[Any]):
         count: batches of every epoch.
         needs_past: whether an epoch depends on the number of batches in earlier epochs.
         batches_used: largest number of an epoch's batches that are used.
-        seed: of the order.
+        seed: seed of the orders.
         epoch: the current epoch.
         start: number of the current epoch's first batches that are skipped.
     """

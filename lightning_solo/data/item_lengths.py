@@ -1,4 +1,4 @@
-"""Lengths or difficulties of a data set's items: from the first sequence, a column, a function or the collator."""
+"""Lengths or difficulties of a data set's items, from a sequence, a column, a function or the collate function."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _length(item: Any, length: Length, collate_fn: Callable[[list[Any]], Any] | 
 
 
 def _as_length(value: Any) -> object:
-    """Return a number of any storage type as a Python number, and the length of anything else."""
+    """Return a number, such as a scalar tensor, as a Python number; return the length of anything else."""
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, int | float) or (hasattr(value, "item") and not getattr(value, "shape", (1,))):

@@ -1,4 +1,4 @@
-"""A batch sampler of items of similar length, by count or by a budget of tokens."""
+"""A batch sampler that groups items of similar length, with a fixed number of items or tokens per batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def padding_share(batches: Iterable[Sequence[int]]) -> float:
     """Return the share of padding in batches whose rows are padded to the longest of their batch.
 
     Args:
-        batches: each the lengths of its rows.
+        batches: for each batch, the lengths of its rows.
 
     >>> round(padding_share([[1, 3], [4, 4]]), 4)  # 2 of 6 + 8
     0.1429
@@ -38,14 +38,14 @@ class LengthBatches(EpochBatches):
     and epoch. All epochs have equally many batches, and every item comes once per epoch.
 
     Args:
-        lengths: of the items, as (items,).
-        batch_size: items of a batch; the batch of the shortest items may hold fewer.
+        lengths: (items,), the length of each item.
+        batch_size: items in a batch; the batch of the shortest items may have fewer.
         max_tokens: largest number of tokens in a batch, padding included; instead of ``batch_size``.
         drop_last: leave out the items that do not fill a batch, different ones in each epoch.
         seed: of the order.
 
     Raises:
-        ConflictError: an item is longer than ``max_tokens``, or ``drop_last`` with it.
+        ConflictError: an item is longer than ``max_tokens``, or ``drop_last`` is set together with ``max_tokens``.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class LengthBatches(EpochBatches):
         return [cut for bucket in self._buckets(lengths) for cut in bucket]
 
     def _buckets(self, lengths: torch.Tensor) -> list[list[tuple[int, int]]]:
-        """Return the ranges of each bucket's batches; they have one size, so that any item of the bucket fits."""
+        """Return the ranges of each bucket's batches, which have equal sizes so that any item fits into any of them."""
         falling = lengths.tolist()
         buckets: list[list[tuple[int, int]]] = []
         begin = 0

@@ -1,4 +1,4 @@
-"""Copies of a DataLoader that make other batches and can resume within an epoch."""
+"""Copies of a DataLoader that batch items differently and can resume within an epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_solo.errors import CheckpointError, ConflictError
 
 
 def require_own_batches(loader: Any, choice: str) -> None:
-    """Check that a loader makes batches itself, of all items of a map-style data set, so that they can be replaced.
+    """Check that a loader's batches can be replaced: it makes them itself, of all items of a map-style data set.
 
     Args:
         loader: of the training.
@@ -69,7 +69,7 @@ def require_one_loader(loaders: Any, choice: str, instead: str) -> None:
     """Check that the Trainer has one training loader.
 
     Raises:
-        ConflictError: it has a collection; says to write ``instead``.
+        ConflictError: it has a collection of loaders; the message says to write ``instead``.
     """
     if isinstance(loaders, Mapping | Sequence):
         raise ConflictError(
@@ -79,7 +79,7 @@ def require_one_loader(loaders: Any, choice: str, instead: str) -> None:
 
 
 def plain_batches(loader: DataLoader[Any], count: int, seed: int = 0) -> list[list[int]]:
-    """Return batches of the first ``count`` items as a loader makes them itself, in the seed's order if it shuffles."""
+    """Return a loader's usual batches of the first ``count`` items, in an order from the seed if it shuffles."""
     generator = torch.Generator().manual_seed(seed)
     ordered = type(loader.sampler) is SequentialSampler
     order = torch.arange(count) if ordered else torch.randperm(count, generator=generator)
@@ -119,7 +119,7 @@ class Resumable(DataLoader[Any]):
 
     @property
     def _place(self) -> tuple[int, int]:
-        """The epoch of the next batch, and the batches returned in it."""
+        """The epoch of the next batch, and the number of batches returned in it."""
         batches = self._batches
         epoch, done = batches.epoch, batches.start
         if self._handed_out[0] == epoch:
@@ -147,7 +147,7 @@ class Resumable(DataLoader[Any]):
         return {"epoch": epoch, self._done: done, **self._order()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a saved position. A position at the start of an epoch may be one of other batches.
+        """Continue at a saved position. At the start of an epoch, the saved run may have had other batches.
 
         Raises:
             CheckpointError: the state is of other batches, or has other keys.
@@ -186,7 +186,7 @@ def with_batches(loader: DataLoader[Any], batches: EpochBatches, **attributes: A
     The copy is an instance of the loader's class and keeps its other attributes. No constructor runs.
 
     Args:
-        loader: passed `require_own_batches`.
+        loader: a loader that `require_own_batches` accepts.
         batches: the batch sampler.
         attributes: further attributes to replace, such as ``collate_fn``.
     """

@@ -1,4 +1,4 @@
-"""Weights of batches in a mean over several: their samples, their tokens, or the sum of a key."""
+"""Weights of batches in a mean over several batches: their samples, their tokens, or the sum of a key."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def weight_of(batch: Any, samples: int, by: str, option: str = "weight_by") -> f
 
     Args:
         batch: a batch, or part of one.
-        samples: in it.
-        by: ``"samples"``; ``"tokens"``, the labels other than -100; ``"shifted_tokens"``, those without each row's
-            first, for a model that shifts labels itself; or a key of the batch, whose values are summed.
+        samples: number of samples in the batch.
+        by: ``"samples"``; ``"tokens"``, the labels other than -100; ``"shifted_tokens"``, the same without the first
+            label of each row, for a model that shifts labels itself; or a key of the batch, whose values are summed.
         option: the user's option for ``by``, for messages.
 
     >>> weight_of({"labels": torch.tensor([[1, 2, -100], [3, -100, -100]])}, 2, "tokens")

@@ -12,8 +12,8 @@ class MicroBatchSize:
     An out-of-memory error halves it. After `GROW_AFTER` steps that fit, the middle between the current size and the
     size that failed last is tried; this bisection approaches the largest size that fits. If no size is left in between,
     the failed size is tried again, since it may have failed for a long sequence or fragmented memory; if it fits,
-    doubled sizes are tried. Each failed try doubles the wait for good, so that of n steps at most
-    log2(n / `GROW_AFTER`) + 1 are failed tries.
+    doubled sizes are tried. Each failed try permanently doubles the wait, so at most log2(n / `GROW_AFTER`) + 1 of n
+    steps are failed tries.
 
     Args:
         maximum: largest number of samples; None for the whole batch.

@@ -18,10 +18,10 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         data: a batch, or a part of one.
-        samples: in it; 0 for a single undivided batch, whose samples aren't counted.
-        batch: index of its batch.
-        share: in the mean over all samples or tokens of all batches; 0 if it has no valid token, so that its loss may
-            be NaN.
+        samples: number of samples; 0 for a single undivided batch, whose samples aren't counted.
+        batch: index of the batch that it is a part of.
+        share: its weight in the mean over all samples or tokens of all batches; 0 if it has no valid token, in which
+            case its loss may be NaN.
     """
 
     data: Any
@@ -35,8 +35,9 @@ class Splitter:
 
     Args:
         batch_dim: as in `lightning_solo.data.splitting`.
-        split: function of (batch, size) that returns a list of pairs (part, its samples), each of at most ``size``.
-        weight_by: the weight of a part, as in `lightning_solo.data.loss_weights`.
+        split: function of (batch, size) that returns a list of pairs (part, number of samples), with at most ``size``
+            samples in each part.
+        weight_by: how a part is weighted, as ``by`` of `lightning_solo.data.loss_weights.weight_of`.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Splitter:
         """Return a batch in parts of at most ``max_samples``, each with its samples.
 
         Raises:
-            ConflictError: it can't be split, or the function returned something else.
+            ConflictError: it can't be split, or ``split`` returned something else.
         """
         if self.split is None:
             return split_evenly(batch, max_samples, self.batch_dim)
@@ -79,10 +80,10 @@ class Splitter:
         return parts
 
     def require_parts(self, batch: Any) -> None:
-        """Check that a batch can be divided and its parts weighed, before memory runs short.
+        """Check that a batch can be divided and its parts weighted, before a shortage of memory requires it.
 
         Raises:
-            ConflictError: as `micro_batches` in two parts.
+            ConflictError: the batch can't be divided in two, or a part can't be weighted; see `micro_batches`.
         """
         if (samples := self.samples(batch)) > 1:
             self.micro_batches([batch], -(-samples // 2))

@@ -46,7 +46,7 @@ def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def map_leaves(batch: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
     """Return the same nesting with each leaf replaced by ``function(path, leaf)``; the batch isn't changed.
 
-    A mapping whose class takes other arguments than its items becomes a dict, and such a sequence a list.
+    A mapping whose class can't be built from its items becomes a dict, and such a sequence becomes a list.
     """
     parts = _nested_parts(batch)
     if not parts:

@@ -75,7 +75,7 @@ class PackedBatches(EpochBatches):
     Args:
         lengths: of the documents, as (documents,).
         capacity: largest number of tokens in a row.
-        rows: of a batch; the last batch of an epoch may have fewer.
+        rows: rows in a batch; the last batch of an epoch may have fewer.
         drop_last: leave out a last batch with fewer rows.
         seed: of the order.
 
@@ -96,7 +96,7 @@ class PackedBatches(EpochBatches):
     def batches(self, epoch: int) -> list[list[tuple[int, ...]]]:
         """Return the batches of an epoch: lists of rows, each row the indices of its documents.
 
-        The last epoch is cached, since millions of documents take seconds.
+        The last epoch is cached, since packing millions of documents takes seconds.
         """
         if epoch != self._packed[0]:
             self._packed = epoch, self._pack(epoch)
@@ -206,11 +206,11 @@ def packed_loader(
     """Return a copy of a loader that packs its documents into rows, and that can resume within an epoch.
 
     Args:
-        loader: of single documents, with a collate function for `PackedCollate`; it isn't changed.
-        capacity: tokens of a row; by default those of the longest document.
-        rows: of a batch; by default as many as hold about as many documents as the loader's batches.
-        length: of a document, as in `lightning_solo.data.item_lengths.item_lengths`.
-        seed: of the order.
+        loader: a loader of single documents, with a collate function for `PackedCollate`; it isn't changed.
+        capacity: tokens in a row; by default the length of the longest document.
+        rows: rows in a batch; by default the number that holds about as many documents as the loader's batches.
+        length: how to read a document's length, as in `lightning_solo.data.item_lengths.item_lengths`.
+        seed: seed of the order.
         report: called with (documents read, all documents) every 10 seconds.
 
     Raises:
@@ -264,7 +264,7 @@ class TwoDocuments(NamedTuple):
 def two_documents(loader: Any) -> TwoDocuments:
     """Return batches of two documents, to test whether a model keeps documents apart.
 
-    They have two equal rows if the loader's batches have several rows, since some kernels look for documents only in
+    Each has two equal rows if the loader's batches have several rows, since some kernels look for documents only in
     batches of one row.
 
     Args:

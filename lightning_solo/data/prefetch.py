@@ -54,8 +54,8 @@ class Prefetcher:
     """Iterates over a loader in its order, while a thread loads up to ``depth`` batches ahead.
 
     The caller loads the first batch itself, and in the first iteration the second one too. So samplers draw their seed
-    at the usual time, and draws from the global generators of Python, NumPy or torch are noticed. If batches draw from
-    these, none is loaded ahead, since threads share the generators and their draws would interleave at random. An error
+    at the usual time, and draws from the global generators of Python, NumPy or torch are detected. If batches draw from
+    these, none is loaded ahead: threads share the generators, so their draws would interleave unpredictably. An error
     is raised at the batch that failed to load. Other attributes, and ``len``, are the loader's. For a loader with
     ``state_dict`` use `prefetched`.
 
@@ -116,7 +116,7 @@ class Prefetcher:
             setattr(self.loader, name, value)
 
     def __reduce__(self) -> Any:
-        """Copy and pickle as a new object, without the batches loaded ahead."""
+        """Return the arguments of a new object, so that copies and pickles have no batches loaded ahead."""
         return type(self), (self.loader, self.depth, None, self.limit)
 
     def close(self) -> None:
@@ -138,10 +138,10 @@ class Prefetcher:
 
 
 class StatefulPrefetcher(Prefetcher):
-    """A `Prefetcher` over a loader with ``state_dict``; its state is that at the last returned batch."""
+    """A `Prefetcher` for a loader with ``state_dict``; its state is the loader's after the last returned batch."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's state at the caller's last batch."""
+        """Return the loader's state after the last batch that the caller received."""
         iteration = self._iteration()
         ahead = None if iteration is None else iteration.ahead
         state: dict[str, Any] = (ahead.state if ahead is not None else self._closed_at) or self.loader.state_dict()
@@ -180,7 +180,7 @@ class _Ahead:
     Holds no reference to the `_Iteration`, so that dropping the iteration stops the thread.
 
     Attributes:
-        state: of the loader, at the caller's last batch.
+        state: the loader's state after the last batch that the caller received.
     """
 
     def __init__(self, owner: Prefetcher, iterator: Iterator[Any], limit: float) -> None:

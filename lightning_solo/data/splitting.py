@@ -85,7 +85,7 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 
 
 def part_of(batch: Any, first: int, last: int, samples: int, batch_dim: BatchDim = 0) -> Any:
-    """Return the samples from ``first`` to before ``last`` of a batch of ``samples``, as views in the same nesting.
+    """Return the samples of a batch at the indices ``first`` to ``last - 1``, as views in the same nesting.
 
     Lists and tuples as long as the batch, such as file names, are cut too, but not tuples of numbers, such as a size.
 

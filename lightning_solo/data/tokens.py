@@ -1,4 +1,4 @@
-"""Windows of a memory-mapped file of tokens, in a shuffled order that is computed and can resume within an epoch."""
+"""Windows of a memory-mapped file of tokens, in a shuffled order that isn't stored and can resume within an epoch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Permutation:
     """A permutation of ``range(length)``, computed by a cycle-walking Feistel network instead of stored.
 
     Args:
-        length: of the range.
-        key: numbers such as seed and epoch; each key has another order.
+        length: length of the range.
+        key: numbers such as seed and epoch; each key gives another order.
 
     >>> sorted(Permutation(5, 1, 0)[index] for index in range(5))
     [0, 1, 2, 3, 4]
@@ -68,9 +68,9 @@ class TokenWindows(Dataset[Tensor]):
     out.
 
     Args:
-        path: of the file, which must not change while it is in use.
-        window: tokens of an item, which is (window,) of int64.
-        dtype: of a token in the file: "uint8", "int8", "uint16", "int16", "uint32", "int32" or "int64".
+        path: path of the file, which must not change while it is in use.
+        window: tokens in an item, which is an int64 tensor of shape (window,).
+        dtype: type of a token in the file: "uint8", "int8", "uint16", "int16", "uint32", "int32" or "int64".
         vocabulary: tokens must be below it; None checks only that they aren't negative.
 
     Raises:
@@ -142,13 +142,13 @@ class TokenWindows(Dataset[Tensor]):
 
 
 class WindowBatches(EpochBatches):
-    """Batches of indexes in a new order each epoch, which isn't stored; no global random numbers are drawn.
+    """Batches of indexes in a new order each epoch. The order isn't stored, and draws no global random numbers.
 
     Args:
         length: number of indexes.
-        batch_size: indexes of a batch.
-        seed: of the orders.
-        shuffle: False for rising indexes.
+        batch_size: indexes in a batch.
+        seed: seed of the orders.
+        shuffle: False for indexes in ascending order.
         drop_last: leave out a last batch that isn't full.
     """
 

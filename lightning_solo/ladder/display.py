@@ -79,7 +79,7 @@ ALL = (
 
 
 def noise_in_words(rows: Sequence[Figures]) -> str:
-    """Return a legend of the marks ± and ~ of the step times, as far as the table has them."""
+    """Return a legend of those of the step times' marks, ± and ~, that the table contains."""
     timed = [row for row in rows if row.step_s is not None]
     if not timed:
         return ""

@@ -26,15 +26,15 @@ class Figures:
     Attributes:
         detail: why it did not finish, or can't be compared with the baseline.
         counted_bytes: peak of the tensors of training, as `memory.ledger` counts them; None for a single step.
-        counted_change: against the baseline; -0.25 is a quarter less.
-        peak_bytes: of the device, or of the process without a GPU.
-        peak_change: against the baseline.
-        before_bytes: of the same memory, before training.
+        counted_change: relative change against the baseline; -0.25 is a quarter less.
+        peak_bytes: peak memory of the device, or of the process without a GPU.
+        peak_change: relative change against the baseline.
+        before_bytes: use of the same memory before training.
         step_s: median seconds of an optimizer step, without the loader.
         step_quartiles_s: first and third quartile of the step times; None if too few were timed.
         step_within_noise: whether the change of the step time is within the spread of the steps.
         loss: mean training loss of the last steps.
-        loss_difference: from the baseline's.
+        loss_difference: difference from the baseline's loss.
         exact: whether it is bit-equal to the rung without the last technique, if that technique claims to be exact.
         device: its type, cpu or cuda.
         overrides: of `lightning-solo train`.

@@ -1,4 +1,4 @@
-"""A ladder: `baseline`, each technique alone, then added to one another, each combination in a fresh process."""
+"""A ladder: `baseline`, each technique alone, then one technique after another added, each time in a fresh process."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Prepared:
     """A combination, prepared for its process.
 
     Attributes:
-        overrides: of `lightning-solo train`.
-        argument: of the task function; pickled.
-        config_hash: combinations of equal hash need not run twice.
+        overrides: the overrides of `lightning-solo train`.
+        argument: the pickled argument of the task function.
+        config_hash: hash of the configuration; of combinations with equal hashes only one runs.
     """
 
     overrides: tuple[str, ...]
@@ -38,7 +38,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Combination:
-    """A combination of techniques; a refused one has no ``prepared``, and its reason in ``refusal``."""
+    """A combination of techniques. If it is refused, ``refusal`` is the reason and ``prepared`` is None."""
 
     number: int
     techniques: tuple[LadderTechnique, ...]

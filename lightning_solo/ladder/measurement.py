@@ -89,7 +89,7 @@ class Clock(L.Callback):
             self._begin()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop counting: a module may skip the rest of an epoch within a batch, which then never ends."""
+        """Stop counting: if ``training_step`` skipped the rest of the epoch, no hook ended its last batch."""
         self.counts.leave()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

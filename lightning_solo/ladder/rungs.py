@@ -19,9 +19,9 @@ class LadderTechnique:
     """A technique that a ladder tries.
 
     Attributes:
-        name: in the table.
-        overrides: of `lightning-solo train`, on top of the preset `baseline`.
-        exact: whether a run with it should equal one without it, bit by bit.
+        name: its name in the table.
+        overrides: the overrides of `lightning-solo train` that add it to the preset `baseline`.
+        exact: whether a run with it should equal one without it, bit for bit.
         card: the name of its card; empty for a precision, which has none.
     """
 

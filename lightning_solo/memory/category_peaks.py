@@ -65,7 +65,7 @@ class CategoryPeaks:
         self._warned = False
 
     def enter(self, module: nn.Module, optimizers: Iterable[object], device: torch.device, step: int) -> None:
-        """Count until `leave`, if this optimizer step is being counted or a step is left to count."""
+        """Count until `leave`, if this optimizer step is being counted already or ``steps_left`` isn't 0."""
         self.leave()
         if self._ledger is None:
             if not self.steps_left:

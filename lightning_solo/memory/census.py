@@ -49,7 +49,7 @@ class Census:
 
 @dataclass(frozen=True)
 class Growth:
-    """A kind that grew, by a count of storages and bytes; ``kept`` are storages of the first interval still alive."""
+    """A kind that grew by some storages and bytes; ``kept`` are those of the first interval that are still alive."""
 
     kind: Kind
     count: int
@@ -58,7 +58,7 @@ class Growth:
 
 
 def live_tensors() -> list[Tensor]:
-    """Return the tensors with a storage that the garbage collector tracks, without fake ones, which compilers keep."""
+    """Return the tensors that the garbage collector tracks and that have a storage, without compilers' fake tensors."""
     # not isinstance(), since a lazy proxy would import or compute its __class__
     known: dict[type, bool] = {}
     tensors = []

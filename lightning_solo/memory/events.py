@@ -16,7 +16,8 @@ class Peak:
     Args:
         bytes: at the peak.
         breakdown: bytes of each category of ``CATEGORIES``; they sum up to ``bytes``.
-        operator: it allocated the last bytes of the peak, such as ``aten.mm.default``; empty before the first operator.
+        operator: name of the operator that allocated the last bytes of the peak, such as ``aten.mm.default``; empty
+            before the first operator.
         module: qualified name of the module whose forward or backward ran the operator; empty for the root and outside.
     """
 
@@ -71,6 +72,6 @@ class EventLog:
         return totals
 
     def forget(self, living: Sequence[tuple[int, int]]) -> None:
-        """Drop all events; ``living`` storages with their bytes are those before the next event."""
+        """Drop all events; ``living`` has the bytes of each storage that exists before the next event."""
         self.events.clear()
         self.held = dict(living)

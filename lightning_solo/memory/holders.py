@@ -59,7 +59,7 @@ def leaks_of(
 
 
 class _Holders:
-    """Finds the holders of storages; each request to the garbage collector visits all objects."""
+    """Finds the holders of storages, with few calls of the garbage collector, each of which visits all objects."""
 
     def __init__(self, module: nn.Module | None, ignored: Collection[int]) -> None:
         self.tensors = live_tensors()

@@ -86,12 +86,12 @@ def _aligned(size: int) -> int:
 
 
 def is_planned() -> bool:
-    """Return whether new tensors have no data, as in a plan, which only counts their bytes."""
+    """Return whether new tensors are only planned: they have no data, and their bytes are counted."""
     return isinstance(torch.empty(0), FakeTensor)
 
 
 def host_room() -> int:
-    """Return the bytes of host memory to use at most: all available within the control groups, less a twentieth."""
+    """Return the most host memory to use, in bytes: 19/20 of the memory available within the control groups."""
     return host_memory()[1] * 19 // 20
 
 

@@ -22,7 +22,7 @@ _LEAVES = (int, float, str, type(None), torch.dtype, torch.device)
 
 
 class _Entry:
-    """One storage: its last count of bytes, its number in the log, and its category; None if older than the ledger."""
+    """A storage's last known bytes, number in the log, and category (None for a storage older than the ledger)."""
 
     __slots__ = ("bytes", "label", "number", "on_host", "ref")
 
@@ -111,7 +111,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = max(self._peak, self._now + size)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of one operator; for subclasses."""
+        """Return the result of one operator; subclasses may override it."""
         return func(*args, **kwargs)
 
     def _label(self) -> str:
@@ -227,7 +227,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = max(self._peak, self._now)
 
     def _forget(self, key: int) -> Callable[[weakref.ref[UntypedStorage]], None]:
-        """Return a function to call when the storage of ``key`` is freed; it doesn't keep the ledger alive."""
+        """Return the callback for the free of the storage with this key; it doesn't keep the ledger alive."""
         ledger = weakref.ref(self)
 
         def forget(ref: weakref.ref[UntypedStorage]) -> None:
@@ -260,7 +260,7 @@ def storages_of(tree: Any) -> list[UntypedStorage]:
 
 
 def operator_tensors(tree: Any) -> list[Tensor]:
-    """Return every tensor in ``tree``, without torch's slower walk for the containers of operators' arguments."""
+    """Return every tensor in ``tree``. Lists, tuples and dicts are searched directly, faster than by pytree."""
     tensors: list[Tensor] = []
     _gather(tree, tensors)
     return tensors

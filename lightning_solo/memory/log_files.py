@@ -12,7 +12,7 @@ ALLOWED = "allowed is a relative path without '..', such as 'logs/memory'"
 
 
 def not_below_a_folder(value: str) -> str | None:
-    """Return None if a path stays below a folder, else a text with the allowed paths."""
+    """Return None for a relative path without ``..``, else a text that states the allowed paths."""
     path = PurePath(value)
     named = value.strip() and value.isprintable() and not value.endswith(("/", "\\")) and len(value) <= 255
     leads_out = path.is_absolute() or ".." in path.parts or value.startswith(("~", "\\"))
@@ -25,7 +25,7 @@ def path_below_logs(trainer: Any, path: str, option: str, instead: str) -> Path 
     For a remote directory, warns with ``instead``, the text on what replaces the file, and returns None.
 
     Raises:
-        PresetError: the path leads outside; the message names ``option``.
+        PresetError: the path is outside the directory; the message names ``option``.
     """
     root = str(trainer.log_dir or trainer.default_root_dir)
     if "://" in root:

@@ -17,7 +17,7 @@ _STATM = Path("/proc/self/statm")
 class Reading:
     """Memory counters of a device at one moment; None where it has no such counter.
 
-    A peak counts since the counters were last reset, by anyone; ``peak_resident`` since the process started.
+    A peak counts from the last reset of the counters, by any code; ``peak_resident`` from the start of the process.
     """
 
     allocated: int | None = None

@@ -27,7 +27,7 @@ BEFORE = "from before this history, no Python frame"
 
 
 class History:
-    """Records the CUDA allocator's history, and leaves a recording that others started running.
+    """Records the CUDA allocator's history. A recording that was started elsewhere is neither restarted nor stopped.
 
     Args:
         max_entries: entries of the history; older ones are dropped.
@@ -45,7 +45,7 @@ class History:
             self._record()
 
     def clear(self) -> None:
-        """Drop the history until now, but keep the frames of live allocations."""
+        """Drop the history so far, but keep the frames of live allocations."""
         if self.on:
             self._record()
 
@@ -186,7 +186,7 @@ def holdings(moment: Moment, module: nn.Module | None = None, optimizers: Iterab
     """Return weights, gradients, optimizer states, and the other allocations by place in the code, the largest first.
 
     Args:
-        moment: of a snapshot taken just now, since addresses are compared.
+        moment: a moment of a snapshot that was taken just now, since addresses are compared.
         module: for names of weights, gradients and the methods of modules.
         optimizers: for names of optimizer states.
     """

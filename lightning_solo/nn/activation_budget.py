@@ -1,4 +1,4 @@
-"""Choose the calls of blocks that keep their activations under a budget of bytes.
+"""Choose which calls of blocks keep their activations, within a budget of bytes.
 
 One batch is counted with every block recomputed. The bytes that a recomputation leaves allocated are the bytes that the
 call would have kept since forward. So any other choice takes the bytes of that batch, plus the bytes that each kept
@@ -202,7 +202,7 @@ def options(ledger: WorkLedger, calls: Calls) -> Options:
     """
     history = _History(ledger.log)
     both = {call: (runs[0], runs[1:]) for call, runs in calls.passes.items() if len(runs) > 1}
-    # autocast keeps one copy of a weight until forward ends, whichever block uses it first
+    # autocast keeps one copy of a weight until forward ends, no matter which block uses it first
     cached = {
         ledger.copies[storage]: storage
         for forward, _ in both.values()
@@ -289,14 +289,14 @@ class _History:
         return max((self._size[number] for number, _ in self.log.events[first:last] if number in storages), default=0)
 
     def settled(self, run: Pass) -> int:
-        """Return the number of events until a run's results are dropped."""
+        """Return the number of events after which the results of a run are freed."""
         last = run.last
         while last < len(self.log.events) and self.log.events[last][1] < 0:
             last += 1
         return last
 
     def left(self, run: Pass) -> list[int]:
-        """Return the storages that a run allocated and left allocated."""
+        """Return the storages that a run allocated and did not free."""
         settled = self.settled(run)
         born = dict.fromkeys(storage for storage, change in self.log.events[run.first : run.last] if change > 0)
         return [storage for storage in born if self.end(storage) > settled]
@@ -333,7 +333,7 @@ class _History:
 
 
 def least_work(base: Tensor, extra: Mapping[Call, Tensor], work: Mapping[Call, int], budget: int) -> frozenset[Call]:
-    """Return the calls to keep so that recomputing the others is the least work, with no segment above the budget.
+    """Return the calls to keep: those that leave the least work to recompute, with no segment above the budget.
 
     This is a knapsack, solved by dynamic programming over calls in the order of forward: among choices of equal bytes
     the one that saves most work is continued. Backward meets calls in the opposite order, so segments ahead hold all

@@ -77,11 +77,11 @@ class AttentionCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def attention_calls(module: nn.Module) -> Iterator[AttentionCalls]:
-    """Count a module's attention kernels in a context, in which compiled functions run uncompiled.
+    """Count the attention kernels that a module runs in this context; compiled functions run uncompiled.
 
     Raises:
-        CapabilityError: no enabled kernel can compute a call; the message gives torch's reasons, and the kernels that
-            can.
+        CapabilityError: no enabled kernel can compute a call; the message gives torch's reasons, and the kernels
+            that can.
     """
     calls = AttentionCalls(module)
     original = F.scaled_dot_product_attention
@@ -110,7 +110,7 @@ def unusable_kernels(
 ) -> dict[str, str]:
     """Return kernel -> torch's reason, for each that can't compute this call of ``scaled_dot_product_attention``.
 
-    The arguments are those of the call; under autocast they are converted as there.
+    The arguments are those of the call; autocast converts them as in the call.
 
     >>> x = torch.randn(1, 1, 4, 8)
     >>> sorted(unusable_kernels(x, x, x))

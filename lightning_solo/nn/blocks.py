@@ -35,7 +35,7 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return qualified name -> repeated block, outermost only, in module order.
 
     Direct children of one module with equal structure are repeated. They need not be adjacent, so alternating kinds are
-    all found, and a module that is listed twice repeats itself. If repeated blocks inside such children make up nearly
+    all found, and a module that is listed twice counts as two. If repeated blocks inside such children make up nearly
     all of them, they are the blocks instead (stages of a hierarchical network, student and teacher; see ``_made_of``).
     Modules elsewhere with the structure of a block are blocks, too. If nothing repeats, members of module lists are the
     blocks: one layer that is called many times (ALBERT), or a stack of one.
@@ -161,9 +161,9 @@ def _composites(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Return whether a module has parameters in children, or at least two direct ones that aren't all vectors.
+    """Return whether a module's children have parameters, or it has two or more itself, one of them a matrix.
 
-    A childless layer of ``torch.nn`` (linear, convolution, LSTM) has none, nor does a normalisation written by hand.
+    False for a childless layer of ``torch.nn`` (linear, convolution, LSTM) and for a normalisation written by hand.
     """
     if module._modules and any(True for child in module.children() for _ in child.parameters()):
         return True
@@ -183,7 +183,7 @@ def _build(module: nn.Module) -> Build:
 
 
 def _groups(children: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return the groups of at least two equally built modules, in order; the relation is closed transitively."""
+    """Return the groups of two or more equally built modules, in order; A and C share a group if both equal B."""
     builds = [_build(child) for child in children]
     label = list(range(len(children)))
     for a, b in combinations(range(len(children)), 2):
@@ -194,10 +194,11 @@ def _groups(children: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _equally_built(a: nn.Module, b: nn.Module, build_a: Build, build_b: Build) -> bool:
-    """Return whether two modules have the same class, or the same parameters up to a few that only one has.
+    """Return whether two modules have the same class, or the same parameters except for a few extra ones.
 
-    The few are a ResNet's shortcut or T5's position bias, which only the first block of a stage or stack has. They
-    must be fewer than the common ones. In numbered containers, where names say nothing, all must agree.
+    Extra parameters are, for example, a ResNet's shortcut or T5's position bias, which only the first block of a stage
+    or stack has. They must be fewer than the common ones. Numbered containers must agree in all parameters, since
+    their names carry no meaning.
     """
     if build_a == build_b or (type(a) is type(b) and type(a) not in _GENERIC):
         return True
@@ -255,7 +256,7 @@ def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> dict[
 
 
 def _parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the named children with parameters, below wrappers that have only one."""
+    """Return the named children with parameters; a wrapper with a single such child is skipped."""
     parts = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
     if len(parts) == 1 and (inner := _parts(parts[0][1])):
         return [(f"{parts[0][0]}.{name}", child) for name, child in inner]

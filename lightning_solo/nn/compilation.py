@@ -40,7 +40,7 @@ def compile_blocks(blocks: Mapping[str, nn.Module], backend: CountingBackend, dy
     Args:
         blocks: name -> block; the names are for messages.
         backend: compiles the blocks, and counts their graphs.
-        dynamic: whether sizes may vary without compiling again; None: from the second size on.
+        dynamic: whether sizes may vary without another compilation; None allows it after the second size.
 
     Raises:
         ConflictError: a block or a part of it is compiled already.

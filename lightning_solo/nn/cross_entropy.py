@@ -292,7 +292,7 @@ def _is_ligers(loss: Loss) -> bool:
 
 
 def _before(loss: Loss) -> Pointwise:
-    """Return the function to apply to a chunk's logits; Liger's kernel applies the soft cap itself."""
+    """Return the function to apply to a chunk's logits before the loss; Liger's kernel applies the soft cap itself."""
     return AS_COMPUTED if _is_ligers(loss) and loss.pointwise.capped else loss.pointwise
 
 
@@ -344,7 +344,7 @@ def _losses(x: Tensor, labels: Tensor, loss: Loss, differentiable: bool) -> tupl
 
 
 def _add_product(total: Tensor, rest: Tensor | None, first: Tensor, second: Tensor) -> None:
-    """Add a matrix product to a sum of possibly another type; ``rest`` keeps the rounding errors of a 16-bit sum."""
+    """Add a matrix product to a sum, which may have another type; ``rest`` keeps rounding errors of a 16-bit sum."""
     if rest is None and total.dtype is first.dtype:
         torch.addmm(total, first, second, out=total)  # torch counts no FLOPs of addmm_
         return

@@ -147,8 +147,8 @@ class DeferredLogits(Tensor):
 
     Args:
         layer: the head's call.
-        step: computes these logits from ``before``, or the head's own from None.
-        before: the logits that these were made from; None for the head's own.
+        step: computes these logits from those of ``before``. For the head's own logits it gets None.
+        before: the deferred logits that these were derived from; None for the head's own.
         hidden: (..., width): the input's rows for these logits.
         differentiable: whether gradients go from these logits to the head.
         dtype: type of the logits.

@@ -1,4 +1,4 @@
-"""Check that a model keeps the documents of a row apart, by a document's loss with and without another one."""
+"""Check that a model keeps the documents of a row apart: compare a document's loss with and without another one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def require_boundaries(
         module: the module that ``loss`` runs.
         loss: returns the mean over a batch's labels, such as ``lambda batch: model(**batch).loss``.
         batches: as `lightning_solo.data.packing.two_documents` returns them.
-        rounding: allowed relative difference of the losses in rows of one and of two documents, which run by other
-            kernels.
+        rounding: allowed relative difference between the losses in rows of one and of two documents, for which
+            different kernels run.
 
     Raises:
         BoundaryError: documents see one another, or the loss differs in a row of two.

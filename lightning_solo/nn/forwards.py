@@ -1,4 +1,4 @@
-"""Replace the forward of modules, until it is restored."""
+"""Replace and restore the forward of modules."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def record_of(module: nn.Module, kind: type[Record]) -> Record | None:
 
 
 def original_forward(module: nn.Module, kind: type) -> Callable[..., Any]:
-    """Return the forward that the replacement with a record of a type has replaced."""
+    """Return the forward from before the replacement whose record has this type."""
     replacement = vars(module).get(_REPLACEMENTS, {}).get(kind)
     # partial, not MethodType, of which torch.compile would make a graph break
     return (replacement and replacement.before) or partial(type(module).forward, module)
@@ -56,7 +56,7 @@ def original_forward(module: nn.Module, kind: type) -> Callable[..., Any]:
 def restore_forwards(modules: Iterable[nn.Module], kind: type) -> None:
     """Undo `replace_forward` for records of a type; modules without one are left alone.
 
-    A forward that somebody has set since the replacement stays.
+    A forward that was set after the replacement is kept.
     """
     for module in modules:
         replacements = vars(module).get(_REPLACEMENTS, {})

@@ -323,7 +323,7 @@ def _tried(
 
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """Enable gradients, disable autocast and torch's modes, and restore the random numbers."""
+    """Enable gradients and disable autocast and torch's modes in this context; then restore the random numbers."""
     devices = [device] if device.type == "cuda" else []
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         with torch.autocast(device.type, enabled=False), torch.random.fork_rng(devices):

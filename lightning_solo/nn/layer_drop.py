@@ -80,7 +80,7 @@ class SkippedBlocks:
         skipped: names of the blocks that are skipped now.
         draws: number of draws so far.
         calls: number of calls of blocks in training mode, skipped or not.
-        left_out: name -> reason of each block that is known to be unskippable.
+        left_out: name -> reason, for each block that can't be skipped.
 
     Raises:
         PresetError: no block would be left to run.
@@ -107,7 +107,7 @@ class SkippedBlocks:
         """Choose the blocks that are skipped from now on.
 
         Raises:
-            NothingToDoError: too few blocks can be skipped; the message gives the reason for each other block.
+            NothingToDoError: too few blocks can be skipped; the message says why for each of the others.
         """
         able = [name for name, block in self.blocks.items() if block.training and name not in self.left_out]
         if len(able) < self.count:

@@ -22,15 +22,16 @@ _REMEDY = "take smaller micro-batches or shorter sequences"
 class Offloader:
     """Copies the tensors that autograd saves to the host, frees them on the device, and copies them back for backward.
 
-    A storage is moved once, however many tensors of it are saved. Weights, buffers, their views and small storages stay
-    on the device. So does a window of the storages that were saved last, which backward needs first: if the window
-    exceeds its limit, its oldest storage leaves. In backward, as many bytes come back ahead of their use. On a GPU one
-    stream runs the copies of both directions, so that a copy from a host buffer is done before the next one into it
-    begins. On a CPU the copies go into a second buffer.
+    A storage is moved once, even if several tensors of it are saved. Weights, buffers, their views and small storages
+    stay on the device. So does a window of the most recently saved storages, which backward needs first. If the window
+    exceeds its limit, its oldest storage is freed on the device. In backward, storages are copied back before they are
+    needed, up to the same limit. On a GPU one stream runs the copies of both directions, so that a copy from a host
+    buffer ends before the next copy into it begins. On a CPU the copies go into a second buffer.
 
-    By default all storages are copied, and the window holds those on their way to the host. With ``keep_on_device``
-    only storages that don't fit into the window are copied: those that left it in one micro-batch are copied as soon as
-    they are saved in the next. The first micro-batch, and one that is larger than the last, wait for their copies.
+    By default all storages are copied, and the window holds those whose copies are running. With ``keep_on_device``
+    only storages that don't fit into the window are copied. The bytes saved in the last micro-batch predict which
+    these are, so they are copied as soon as they are saved. The first micro-batch, and one that is larger than the
+    last, wait for their copies.
 
     Copies belong to the graph: they are freed with it, whether backward runs, runs twice, or fails.
 
@@ -43,9 +44,9 @@ class Offloader:
 
     Attributes:
         moved_bytes: all bytes copied to the host.
-        saved_bytes: bytes of this micro-batch's storages that were or may be moved.
-        host_bytes: bytes of the buffers on the host, which every micro-batch uses again.
-        largest_left_bytes: bytes of the largest storage that stayed because it is small.
+        saved_bytes: bytes of this micro-batch's storages that may be moved, or have been.
+        host_bytes: bytes of the buffers on the host, which the micro-batches reuse.
+        largest_left_bytes: bytes of the largest storage below ``min_bytes``, which stayed on the device.
 
     >>> offloader = Offloader(torch.device("cpu"), min_bytes=16)
     >>> x = torch.ones(8, requires_grad=True)
@@ -85,7 +86,7 @@ class Offloader:
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def leave(self, module: nn.Module) -> None:
-        """Begin a micro-batch, in which the module's present weights and buffers stay on the device."""
+        """Begin a micro-batch, and exclude the module's current weights and buffers from offloading."""
         self._begin()
         self._weights = {
             tensor.untyped_storage()._cdata
@@ -153,7 +154,7 @@ class Offloader:
             self._window, self._window_bytes, self._near, self._far = {}, 0, [], []
 
     def _limit(self, saved_bytes: int) -> int:
-        """Return the window's limit when ``saved_bytes`` are saved."""
+        """Return the window's limit in bytes, for a micro-batch that saves ``saved_bytes``."""
         if self.keep_on_device is None:
             return self.in_flight * self._largest
         return self.keep_on_device if isinstance(self.keep_on_device, int) else int(self.keep_on_device * saved_bytes)

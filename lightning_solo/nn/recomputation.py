@@ -1,4 +1,4 @@
-"""Recompute a block's activations in backward instead of keeping them: with the same numbers, or a refusal."""
+"""Recompute a block's activations in backward instead of keeping them; a recomputation that would differ is refused."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def checkpoint_blocks(
             they differ. Torch compares only shapes, dtypes and devices, so a block that takes another branch, or
             updates a tensor that it reads, would silently get wrong gradients.
         keep: operators whose results are kept instead of recomputed.
-        calls: names the calls that keep all their activations.
+        calls: decides which calls keep all their activations.
     """
     fresh = {name: block for name, block in blocks.items() if record_of(block, Wrap) is None}
     for name, block in fresh.items():
@@ -153,8 +153,8 @@ def inputs_kept_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterat
 def run_compiled(block: nn.Module, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Return ``compiled(block, *args, **kwargs)``, which compiles `forward` of a wrapped block.
 
-    Outside the graph it decides whether the call keeps its results, so that each of both cases has one graph for all
-    blocks, and enters the context in which inputs are saved.
+    It decides outside the graph whether the call keeps its results, so that all blocks share one graph for either case.
+    It also enters the context in which inputs are saved.
     """
     wrap = record_of(block, Wrap)
     run = partial(compiled, block, *args, **kwargs)

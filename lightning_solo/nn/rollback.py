@@ -1,4 +1,4 @@
-"""Restore random numbers, buffers and the states of metrics to those before a forward and backward."""
+"""Restore random numbers, buffers and the states of metrics to their values before a forward and backward."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Rollback:
     on ``device``, Python's, NumPy's if it is imported, and generators that are attributes of modules. `restore` removes
     buffers and submodules that were registered since `save`.
 
-    The first `save` copies all tensors. Later ones copy only tensors that had changed in the second `save`, or whose
-    version torch has counted up since: large masks and tables of positions never change.
+    The first `save` copies all tensors. Later ones copy only tensors that had changed by the second `save`, or whose
+    version has increased since: large masks and tables of positions never change.
 
     >>> module = nn.BatchNorm1d(2)
     >>> rollback = Rollback(module, torch.device("cpu")); rollback.save()
@@ -39,7 +39,7 @@ class Rollback:
         self._collect()
 
     def _collect(self) -> None:
-        """Collect the module's present values to save."""
+        """Collect the values that the module has now."""
         self._modules = dict(self._module.named_modules())
         modules = self._modules.items()
         self._registers = [each for _, module in modules for each in (module._modules, module._buffers)]
@@ -53,7 +53,7 @@ class Rollback:
 
     @torch.no_grad()
     def save(self) -> None:
-        """Save the present state."""
+        """Save the current state."""
         if [*map(len, self._registers)] != self._lengths:
             self._collect()
         for values in self._values:
@@ -95,7 +95,7 @@ class _Place(NamedTuple):
 
     @property
     def is_unseen(self) -> bool:
-        """Whether batch norm's kernels change it without counting up its version."""
+        """Whether batch norm's kernels change the value without increasing its version."""
         return self.name in ("running_mean", "running_var")
 
 
@@ -197,7 +197,7 @@ class _Values:
         return same and [*map(_version, self._tensors)] == self._versions
 
     def _changed_constants(self) -> Iterator[tuple[_Place, bool]]:
-        """Yield places whose value was replaced or changed in place, and which of both."""
+        """Yield each place whose value was replaced or changed in place, and which of the two happened."""
         versions = iter(self._versions)
         for place, value in zip(self._constant, self._constants, strict=True):
             in_place = _kind(value) is not None and value._version != next(versions)

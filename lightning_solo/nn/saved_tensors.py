@@ -1,4 +1,4 @@
-"""Objects that autograd holds instead of saved tensors."""
+"""Objects that autograd stores instead of saved tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Moved:
         number: counts storages in the order of saving.
         whole: the storage on the device as a tensor of one dimension; None while it is only on the host.
         stored: its copy, a buffer on the host or a region of a file; None before the first copy.
-        bytes, count: its size, and its number of elements.
-        source: a reference to the original storage.
+        bytes, count: the storage's size, and its number of elements.
+        source: a weak reference to the original storage.
         probe: a tensor without bytes whose version shows later changes of the saved tensor.
         version: the tensor's version when it was saved.
         copied: the event after its last copy.

@@ -29,7 +29,7 @@ def whole_pages(size: int) -> int:
 
 
 class ScratchFile:
-    """An unnamed file in a folder; closing it, or any end of the process, removes it.
+    """An unnamed file in a folder, removed when it is closed or the process ends.
 
     The first `take` creates it. A region is at the lowest offset that has room; its disk space is reserved. One thread
     runs the transfers in the order of the calls. If the file system allows it, they bypass the page cache, which would

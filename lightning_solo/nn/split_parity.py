@@ -21,7 +21,7 @@ class LossAndGradient(NamedTuple):
 
 
 def loss_and_gradient(loss: Tensor, parameters: Iterable[Tensor]) -> LossAndGradient:
-    """Return a loss and the present gradients of parameters."""
+    """Return a loss with the current gradients of parameters."""
     gradients = [p.grad.detach().double().flatten().cpu() for p in parameters if p.grad is not None]
     return LossAndGradient(float(loss), torch.cat([*gradients, torch.zeros(1, dtype=torch.float64)]))
 

@@ -29,8 +29,8 @@ class Tiling:
     Attributes:
         name: of the part, for messages.
         tile_tokens: tokens per tile.
-        checked: whether the part was seen to act on each token alone.
-        most_tokens: largest number of tokens of a forward with gradients.
+        checked: whether a check has shown that the part treats each token independently.
+        most_tokens: largest number of tokens in a forward with gradients.
     """
 
     name: str
@@ -57,7 +57,7 @@ def tile_parts(parts: Mapping[str, nn.Module], tile_tokens: int) -> dict[str, Ti
         tile_tokens: tokens of all sequences of a batch whose intermediate results exist at a time.
 
     Raises:
-        ConflictError: when a part runs that mixes tokens, uses other modules' parameters, or takes or returns anything
+        ConflictError: in forward, if a part mixes tokens, uses other modules' parameters, or takes or returns anything
             else.
     """
     tilings = {name: Tiling(name, tile_tokens) for name in parts}
@@ -107,7 +107,7 @@ def _run(part: nn.Module, tiling: Tiling, original: Callable[..., Any], tensors:
 
 
 def _first_run(part: nn.Module, tiling: Tiling, original: Callable[..., Any], *tensors: Tensor) -> Any:
-    """Run an unchecked part, and refuse it if it fails: it may require a certain shape."""
+    """Run an unchecked part, and refuse it if it fails, since it may require a certain shape."""
     try:
         return original(*tensors)
     except (SoloError, torch.OutOfMemoryError):
@@ -199,7 +199,7 @@ class _State:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Set this state for a context."""
+        """Set this state in a context."""
         kind = self.device if self.device != "cpu" else "cuda"
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(self.devices, device_type=kind))

@@ -34,7 +34,7 @@ def loadable_states(
     """Return the saved state of each parameter, of a `CompactAdamW` or torch's AdamW; empty where the file has none.
 
     Raises:
-        CheckpointError: other groups, names, sizes or bits, missing tensors, or an `UNSUPPORTED` option.
+        CheckpointError: groups, names, sizes or bits differ, tensors are missing, or an option is `UNSUPPORTED`.
     """
     _require_supported(state_dict)
     _require_same_names(state_dict["param_groups"], optimizer.param_groups)
@@ -84,7 +84,7 @@ def require_plain(p: Tensor, state: Mapping[str, Any], name: str, optimizer: str
 
 
 def require_plain_states(optimizer: Optimizer) -> None:
-    """Refuse to load compact states into an optimizer of torch; others check their states themselves.
+    """Refuse to load compact states into one of torch's optimizers; other optimizers check their states themselves.
 
     Raises:
         CheckpointError: as `require_plain`.

@@ -44,14 +44,14 @@ def bytes_of(layout: Layout) -> int:
 
 
 def new_state(layout: Layout, device: torch.device, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a parameter's state before its first step: the existing tensors, and new ones on the device."""
+    """Return a parameter's state before its first step: the tensors in ``kept``, and new ones on the device."""
     missing = {name: size for name, size in layout.items() if name not in kept}
     zeros = {name: torch.zeros(count, dtype=kind, device=device) for name, (count, kind) in missing.items()}
     return {"step": torch.zeros((), dtype=torch.float32), **kept, **zeros}
 
 
 def correction_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the entry of a state's correction; empty if it has none."""
+    """Return the part of a state that is its correction; an empty dict if it has none."""
     return {"correction": state["correction"]} if "correction" in state else {}
 
 

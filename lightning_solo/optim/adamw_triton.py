@@ -344,7 +344,7 @@ def step_one(
 
 @triton.jit
 def _address(entry, column, TYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Return the address in a column of the table, of elements of a type."""
+    """Return the pointer in a column of the table, as a pointer to elements of ``TYPE``."""
     pointer = tl.load(entry + column).to(tl.pointer_type(TYPE))
     if IS_ALIGNED:
         pointer = tl.multiple_of(pointer, 16)

@@ -3,7 +3,7 @@
 How each library treats the weights:
 
 - torchao steps in fp32 and rounds bf16 weights stochastically, by torch's random numbers. It has no master weights, and
-  a resumed run equals the undisturbed one only if the state of the random numbers is restored. fp32 weights stay fp32.
+  a resumed run equals an uninterrupted one only if the state of the random numbers is restored. fp32 weights stay fp32.
   It compiles a kernel for each shape of a parameter, and again if betas change, as they do under OneCycleLR.
   In 8 bits a small exp_avg_sq becomes 0, and the update divides by its root plus eps: AdamW's eps of 1e-8 can diverge,
   1e-6 doesn't.
@@ -140,7 +140,7 @@ def require_capable(back_end: str, device: torch.device) -> None:
 
 
 def state_sizes(p: Tensor, back_end: str) -> dict[str, int]:
-    """Return the bytes of each state of a parameter in the dtype of its training."""
+    """Return the bytes of each optimizer state that a back end keeps for a parameter; they depend on its dtype."""
     return BACK_ENDS[back_end].state_sizes(p.numel(), is_bf16=p.dtype == torch.bfloat16)
 
 

@@ -5,8 +5,8 @@ used last, up to a window of bytes, are *open*: they are fp32, 4 bytes per eleme
 weight and a correction, 3 bytes with 24 bits and 4 with 32. A closed parameter is opened before any torch function runs
 on it, so user code reads and writes fp32 numbers.
 
-A parameter that is overwritten as a whole, as in initialisation, is exact. One that is read and changed after it was
-closed was first rounded to 24 bits; with 32 bits it is exact too.
+A parameter that is overwritten as a whole, as in initialisation, is exact. If it is only changed after it was closed,
+the change starts from numbers rounded to 24 bits; with 32 bits it is exact too.
 
 - A parameter with views stays open until the views are gone or the building ends.
 - A copy by `copy.deepcopy` is split when it is assigned to a module.
@@ -63,7 +63,7 @@ class Building(TorchFunctionMode):
     Args:
         master_bits: 32 or 24.
         splits: returns whether a parameter is split; all are by default.
-        window_bytes: bytes of fp32 parameters that may be open, besides the youngest.
+        window_bytes: bytes of fp32 parameters that may be open, in addition to the newest parameter.
         corrections_on: the device of the corrections; by default that of their parameter.
 
     >>> with Building(24) as building, torch.device("meta"):
@@ -265,5 +265,5 @@ def _users(p: Tensor) -> int:
 
 
 def _mark(p: Tensor) -> tuple[int, int]:
-    """Return (version, storage); a write changes it, except a write through ``.data``."""
+    """Return (version, storage) of a parameter; any write changes this pair, except a write through ``.data``."""
     return p._version, p.untyped_storage()._cdata

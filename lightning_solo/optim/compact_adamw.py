@@ -61,9 +61,10 @@ class CompactAdamW(SplitOptimizer):
             round as torch's operators do. torch.compile does the rest. None: where there is a compiler, and by
             torch.compile from 16 million elements on. False: by torch's operators.
         state_budget: bytes of states that stay on the device, such as "8GiB". The others are stored in host memory and
-            pass through the device in a step. "auto": as many stay as the first step leaves free; during it as many
-            as possible are on the host. None: all stay. States of the first parameters stay first: their gradients
-            come last in backward, when little computation is left to overlap with.
+            pass through the device in a step. "auto": the first step runs with as many states as possible on the
+            host; then as many as fit into the device's free memory stay there. None: all stay. States of the first
+            parameters stay first: their gradients come last in backward, when little computation is left to overlap
+            with.
 
     Raises:
         PresetError: a value isn't allowed; a parameter isn't fp32 or bf16, or has gaps in memory; a correction is of
@@ -315,12 +316,12 @@ class CompactAdamW(SplitOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this optimizer, bit for bit, or of torch's AdamW and Adam, which are compressed.
 
-        A parameter without a state in the file starts anew. A file with fp32 weights has no corrections; the present
-        ones stay.
+        A parameter without a state in the file starts anew. A file with fp32 weights has no corrections; the
+        optimizer then keeps its own.
 
         Raises:
-            CheckpointError: other groups, names, sizes or bits, missing tensors, or an unsupported AdamW option;
-                nothing has been changed.
+            CheckpointError: groups, names, sizes or bits differ, tensors are missing, or an option of AdamW is not
+                supported; nothing has been changed.
         """
         states = loadable_states(self, state_dict, self._layout)
         self.place_states()

@@ -31,8 +31,8 @@ def compacted(
 
     Args:
         optimizer: torch's AdamW or Adam, converted to a `CompactAdamW`; another torch optimizer that steps each
-            parameter by itself, converted to a `MasterWeights`; or one of these two, which is returned. The latter
-            takes the corrections if its ``master_bits`` are the same.
+            parameter by itself, converted to a `MasterWeights`; or one of these two, which is returned as it is.
+            A `MasterWeights` takes the corrections if its ``master_bits`` are the same.
         schedulers: of the optimizer.
         master_bits: as `CompactAdamW`.
         moment_bits: as `CompactAdamW`; other optimizers keep states in fp32.
@@ -40,7 +40,7 @@ def compacted(
         state_budget: as `CompactAdamW`.
 
     Raises:
-        ConflictError: another optimizer, or an option of AdamW without a compact form.
+        ConflictError: the optimizer, or an option of AdamW, has no compact form.
     """
     if isinstance(optimizer, (CompactAdamW, MasterWeights)):
         if state_budget is not None and getattr(optimizer, "state_budget", None) is None:

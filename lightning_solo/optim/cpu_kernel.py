@@ -117,7 +117,7 @@ def _step(function: Callable[..., None], piece: Piece, control: Control) -> None
 
 
 def _library(compiler: Sequence[str]) -> ctypes.CDLL:
-    """Return the library, built if need be."""
+    """Return the library; build it if it isn't stored yet."""
     version = _output([*compiler, "--version"])
 
     def build(folder: Path) -> ctypes.CDLL:
@@ -143,7 +143,7 @@ def _output(command: Sequence[str]) -> str:
     """Return the output of a command.
 
     Raises:
-        CapabilityError: it can't be run or fails; with the first line of its error.
+        CapabilityError: it can't be run, or fails; the message has the first line of its error.
     """
     environment = {**os.environ, "PATH": tool_path()}
     try:

@@ -108,7 +108,7 @@ class TritonKernels:
                 self.otherwise.add(chosen, control)
 
     def _runs(self, name: str, launch: Callable[[], None]) -> bool:
-        """Return whether a kernel was launched; after its first failure it isn't, and no memory is written."""
+        """Launch a kernel and return whether it ran. A failed launch writes no memory, and isn't tried again."""
         if name in self._broken:
             return False
         try:

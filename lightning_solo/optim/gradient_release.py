@@ -43,7 +43,7 @@ BUFFERS = ("device", "host")
 
 
 class StepInBackward:
-    """Steps an optimizer from backward; `step` ends a window of micro-batches of any length.
+    """Steps an optimizer from backward; `step` ends a window of one or more micro-batches.
 
     ```
     release = StepInBackward(optimizer, accumulation=4, max_norm=1.0)

@@ -37,7 +37,7 @@ class GradientSums:
         return self._kept[parameter]
 
     def add(self, parameter: Tensor, gradient: Tensor, kind: torch.dtype, control: Control) -> None:
-        """Add a gradient to the kept one of type ``kind``; on the device a first one of this type isn't copied."""
+        """Add a gradient to the kept one, of type ``kind``. On the device a first one of this type isn't copied."""
         kept, is_first = self._kept.get(parameter), parameter not in self._kept
         if kept is None and self._staging is None and gradient.dtype == kind:
             self._kept[parameter] = gradient
@@ -123,7 +123,7 @@ class GradientSums:
         self._homes.clear()
 
     def on_device(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's kept gradient on the device, in its shape; from the host as a copy."""
+        """Return a parameter's kept gradient on the device, in its shape; a gradient on the host is copied."""
         kept = self._kept[parameter]
         if self._staging is None:
             return kept

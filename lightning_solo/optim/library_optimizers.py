@@ -58,7 +58,7 @@ def _torchao_class(base: Any) -> Any:
 
         @torch.no_grad()
         def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-            """Load without torch's cast to the weights' type; moments of torch's own AdamW are compressed."""
+            """Load states without torch's cast to the weights' type; compress the moments of torch's own AdamW."""
             loaded = {p: self._loaded(p, state) for p, state in saved_states(self, state_dict).items() if state}
             super().load_state_dict({**state_dict, "state": {}})
             self.state.clear()
@@ -97,7 +97,7 @@ def _sizes(value: Any) -> Any:
 
 
 def _bitsandbytes_class(base: Any) -> Any:
-    """Return bitsandbytes' class, with a check that names states of another optimizer."""
+    """Return bitsandbytes' class, with a check that refuses the states of another optimizer by name."""
 
     class OfBitsandbytes(base):  # type: ignore[misc]
         def load_state_dict(self, state_dict: Mapping[str, Any], move_to_device: bool = True) -> None:

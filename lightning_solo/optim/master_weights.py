@@ -40,7 +40,7 @@ _OURS = ("correction", "updates")  # states that the optimizer itself must not s
 class MasterWeights(SplitOptimizer):
     """A torch optimizer on split master weights; ``param_groups``, schedulers and checkpoints work as before.
 
-    It takes over the groups of the optimizer; don't step the latter any more.
+    It takes over the groups of the optimizer, which must not be stepped any more.
 
     Args:
         optimizer: a torch optimizer that steps each parameter by itself, of bf16 and fp32 parameters.
@@ -185,10 +185,10 @@ class MasterWeights(SplitOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this optimizer, or of torch's own of the same class, bit for bit.
 
-        A file with fp32 weights has no corrections; the present ones stay.
+        A file with fp32 weights has no corrections; the optimizer then keeps its own.
 
         Raises:
-            CheckpointError: other groups or bits, or another optimizer; nothing has been changed.
+            CheckpointError: groups, bits or the optimizer's class differ; nothing has been changed.
         """
         switches = ("foreach", "maximize", "capturable", "differentiable", "fused")
         for number, group in enumerate(state_dict["param_groups"]):

@@ -102,7 +102,7 @@ class OperatorKernels:
 
 
 class CpuKernels(OperatorKernels):
-    """Steps a parameter with 8-bit moments in C++, in one pass over memory; others by operators."""
+    """Steps parameters with 8-bit moments in C++, in one pass over memory, and other parameters by operators."""
 
     def reads_host(self, piece: Piece) -> bool:
         """Return whether the step is in C++, which reads host memory directly."""

@@ -1,4 +1,4 @@
-"""Parameters of an optimizer's groups, with names for messages (numbers where it has none), and saved groups."""
+"""The parameters of an optimizer's groups, their names (or numbers) for messages, and the loading of saved groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def name_in(optimizer: Optimizer, parameter: Tensor) -> str:
     """Return a parameter's name.
 
     Raises:
-        KeyError: it is not one of this optimizer's.
+        KeyError: the parameter is not in the optimizer.
     """
     names: Mapping[Tensor, str] = getattr(optimizer, "parameter_names", {})
     if parameter in names:
@@ -43,10 +43,10 @@ def names_of(group: Mapping[str, Any], first: int) -> Iterator[str]:
 
 
 def saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """Return each parameter's state in a state dict; empty where it has none.
+    """Return each parameter's state in a state dict; an empty dict where it has none.
 
     Raises:
-        CheckpointError: it has another number of parameters.
+        CheckpointError: the state dict has another number of parameters.
     """
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = parameters_of(optimizer)
@@ -59,7 +59,7 @@ def load_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load the groups of a state dict, without its states; the optimizer's states are cleared.
 
     Raises:
-        CheckpointError: it has other groups.
+        CheckpointError: the state dict has other groups.
     """
     groups, saved = optimizer.param_groups, deepcopy(state_dict["param_groups"])
     sizes, here = ([len(group["params"]) for group in each] for each in (saved, groups))
@@ -75,7 +75,7 @@ def load_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
 
 
 def with_hooks(load: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
-    """Return a ``load_state_dict`` that calls the optimizer's hooks before and after another, as torch's does."""
+    """Wrap a ``load_state_dict`` so that it calls the optimizer's hooks before and after, as torch's own does."""
 
     @wraps(load)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:

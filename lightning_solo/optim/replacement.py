@@ -22,7 +22,7 @@ def replace_optimizer(old: Optimizer, new: Optimizer, schedulers: Iterable[Any] 
 
 
 def _note_steps(optimizer: Optimizer) -> None:
-    """Mark the optimizer's step as a scheduler's constructor does; otherwise schedulers warn of a wrong order."""
+    """Mark the optimizer's ``step`` as a scheduler's constructor does. Without it schedulers warn of a wrong order."""
     step: Any = type(optimizer).step
     reference = ref(optimizer)  # a cycle would delay the optimizer's end, when DeepSpeed frees its C++ half
 

@@ -2,7 +2,7 @@
 
 The weight is the bf16 nearest to the fp32 number. The correction is their difference, in units of the lower bits: with
 16 bits it restores the fp32 number bit for bit, with 8 bits its upper 24 bits. The two take 2 + 2 = 4 or 2 + 1 = 3
-bytes per parameter; a bf16 weight beside an fp32 master takes 2 + 4.
+bytes per parameter; a bf16 weight with a separate fp32 master takes 2 + 4.
 
 Ties between two bf16:
 
@@ -72,7 +72,7 @@ def round_stochastically(master: Tensor, uniform: Tensor) -> Tensor:
     """Round fp32 numbers to bf16, up or down at random, so that the mean is exact.
 
     Args:
-        master: fp32, of any shape; NaN and infinities stay.
+        master: fp32, of any shape; NaN and infinities don't change.
         uniform: fp32 of the same shape, in [0, 1).
     """
     raw = master.view(torch.int32) + (uniform * 0x10000).to(torch.int32)
@@ -104,7 +104,7 @@ def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> di
 
 
 def join_parameters(parameters: Iterable[Tensor], corrections: Mapping[Tensor, Tensor]) -> None:
-    """Make bf16 parameters fp32 again, in place, with their corrections of `split_parameters`."""
+    """Make bf16 parameters fp32 again, in place, by the corrections that `split_parameters` returned."""
     for p in parameters:
         p.data = joined(p, corrections.get(p))
 

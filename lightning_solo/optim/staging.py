@@ -35,7 +35,7 @@ class Staging:
         self._stored: dict[int, Any] = {}  # address of a piece -> event of its copy back
 
     def serve(self, size: int) -> None:
-        """Plan buffers for more bytes of host tensors."""
+        """Plan buffers for ``size`` more bytes of host tensors."""
         self._served += size
 
     @contextlib.contextmanager
@@ -45,7 +45,7 @@ class Staging:
         """Yield the pieces on the device, for operators on the current stream; then copy them back.
 
         Args:
-            pieces: contiguous host tensors; pieces of different calls are the same or don't overlap.
+            pieces: contiguous host tensors; two pieces of different calls are the same piece or don't overlap.
             unread: whether the pieces are only written.
             unchanged: names of the pieces that aren't copied back.
         """
@@ -82,7 +82,7 @@ class Staging:
             self._streams[1].synchronize()
 
     def next_slot(self, pieces: Mapping[str, Tensor]) -> tuple[int, _Slot]:
-        """Return the next slot and its number, with buffers enlarged if need be."""
+        """Return the next slot and its number; enlarge its buffers if the pieces need it."""
         self._largest = max(self._largest, sum(piece.nbytes for piece in pieces.values()))
         least = SLOTS.get(self.device.type, 1)
         count = max(least, min(self._served // SERVED_PART, STAGING_BYTES) // self._largest) if least > 1 else least

@@ -25,7 +25,7 @@ class StatePlacement:
 
     Args:
         layout: returns the layout of a parameter's state.
-        budget: bytes of states that stay on the device; "auto": as many stay as the first step leaves free; None: all.
+        budget: bytes of states that stay on the device; "auto": as many as fit after the first step; None: all.
 
     Attributes:
         host: parameter -> tensors of its state on the host, by name.
@@ -124,14 +124,14 @@ class StatePlacement:
         return {name: tensor if name in kept else tensor.zero_() for name, tensor in home.items()}
 
     def staging(self, device: torch.device) -> Staging:
-        """Return the staging of host tensors through a device."""
+        """Return the staging buffers through which host tensors reach a device."""
         if self._staging is None:
             self._staging = Staging(device)
             self._staging.serve(self.host_bytes)
         return self._staging
 
     def follow(self, device: torch.device) -> None:
-        """Drop the staging of another device, after its last copies are done."""
+        """Drop the staging buffers if they are on another device than ``device``, after their last copies are done."""
         if self._staging is not None and self._staging.device != device:
             self.wait()
             self._staging = None
@@ -168,7 +168,7 @@ def parse_state_budget(budget: int | str | None, name: str) -> int | str | None:
     """Return the bytes of states that stay on the device, "auto" or None.
 
     Raises:
-        PresetError: it is not a number of bytes, "auto" or None.
+        PresetError: the budget is not a number of bytes, "auto" or None.
     """
     try:
         return budget if budget is None or budget == "auto" else parse_budget(budget, least=0)

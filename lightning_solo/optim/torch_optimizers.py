@@ -69,7 +69,7 @@ def stepper(optimizer: Optimizer) -> Callable[[Tensor, Tensor, float], None]:
 
 
 def step_alone(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, scale: float = 1.0) -> None:
-    """Step one parameter by an optimizer's own ``step``, which skips parameters without a gradient."""
+    """Step one parameter by an optimizer's own ``step``, while no other parameter has a gradient."""
     parameter.grad = (gradient * scale).to(parameter.dtype)
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # for a whole step, not for each parameter
     hooks = {name: getattr(optimizer, name) for name in names}

@@ -15,7 +15,7 @@ from lightning_solo.optim.param_groups import parameters_of
 
 
 class WindowGradients:
-    """The gradients before the first backward of a window, of which there are usually none.
+    """Gradients that exist before the first backward of a window; usually there are none.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -34,7 +34,7 @@ class WindowGradients:
         return [p for optimizer in self._optimizers for p in parameters_of(optimizer)]
 
     def save(self, *, zeroed: bool) -> None:
-        """Save the present gradients, once; zeroed ones need no copy."""
+        """Save the current gradients; only the first call does so. Zeroed ones need no copy."""
         if self._before is None:
             present = [(p, p.grad) for p in self.parameters if p.grad is not None]
             self._before = [(p, None if zeroed else grad.clone()) for p, grad in present]
@@ -55,12 +55,12 @@ def saved_window(optimizer: Optimizer, state_dict: Mapping[str, Any], *, continu
     """Return the gradients of an open window that a `StepInBackward` saved, by parameter.
 
     Args:
-        optimizer: the one that the state dict is loaded into.
+        optimizer: the optimizer that loads the state dict.
         state_dict: of any optimizer; most have no window.
         continues: whether the window can be continued; otherwise a warning says that its gradients are dropped.
 
     Raises:
-        CheckpointError: they belong to other parameters.
+        CheckpointError: the gradients belong to other parameters.
     """
     saved = state_dict.get("window", {})
     if saved and not continues:

@@ -58,7 +58,7 @@ class Block:
 
 
 class CachingAllocator:
-    """Segments split into blocks: best fit, merged free neighbours; unused segments are released before an OOM."""
+    """Splits segments into blocks by best fit, merges free neighbours, and releases unused segments before an OOM."""
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
@@ -143,7 +143,7 @@ class CachingAllocator:
 
 
 def replay(log: EventLog, capacity: int | None = None, workspace: int = 0) -> CachingAllocator:
-    """Return the allocator after a log.
+    """Return the allocator after it has run all events of a log.
 
     Args:
         log: of allocations and frees.
@@ -199,7 +199,10 @@ def survives(log: EventLog, capacity: int, workspace: int = 0) -> bool:
 
 
 def smallest_capacity(log: EventLog, workspace: int = 0, step: int = LARGE_ROUND) -> int:
-    """Return the smallest capacity, a multiple of ``step``, for a log: between peak allocated and reserved bytes."""
+    """Return the smallest capacity, a multiple of ``step``, into which a log fits.
+
+    It lies between the log's peaks of allocated and of reserved bytes.
+    """
     low, high = peak_allocated(log, workspace) // step, -(-replay(log, None, workspace).peak_reserved // step)
     while low < high:
         middle = (low + high) // 2

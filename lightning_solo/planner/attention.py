@@ -56,7 +56,7 @@ def math_attention(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return a mask as the memory-efficient kernel takes it: numbers, full shape, rows of a multiple of 16 bytes."""
+    """Return a mask in the form of the memory-efficient kernel: floats, full shape, rows of a multiple of 16 bytes."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:

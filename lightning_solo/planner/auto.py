@@ -80,7 +80,7 @@ def choose(
 
 
 def none_fits(plans: Sequence[Plan]) -> BudgetError:
-    """Return the error that no plan is accepted; it names the nearest plan, and a remedy."""
+    """Return the error to raise if no plan is accepted; it names the nearest plan and a remedy."""
     nearest = min(plans, key=lambda plan: (plan.missing_bytes, plan.needed_bytes))
     most = max(plan.largest_micro_batch or 0 for plan in plans)
     tight = next((plan for plan in plans if plan.verdict == "tight"), None)
@@ -102,10 +102,10 @@ def none_fits(plans: Sequence[Plan]) -> BudgetError:
 def candidates(
     config: Configuration, check: Callable[[Configuration], None], presets: Sequence[str] | None, allow: Sequence[str]
 ) -> dict[str, Configuration]:
-    """Return the presets to compare, with the precision and accumulation of ``config``; equal ones once.
+    """Return the presets to compare, with the precision and accumulation of ``config``, without duplicates.
 
     Raises:
-        PresetError: there is none.
+        PresetError: there is nothing to compare.
     """
     configs: dict[str, Configuration] = {}
     refused: dict[str, str] = {}
@@ -162,8 +162,8 @@ def why(chosen: Plan, plans: Sequence[Plan]) -> str:
 class PlanCheck(Callback):
     """Compares the plan with the peak that the GPU's counter shows for the first two optimizer steps of a fit.
 
-    The counter is reset when training starts. Nothing is compared on a CPU, which has no counter, or beside a callback
-    that resets it several times a step (``resets_peak_counters``).
+    The counter is reset when training starts. Nothing is compared on a CPU, which has no counter, or if another
+    callback resets it several times per step (``resets_peak_counters``).
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -200,7 +200,7 @@ def checks(plan: Plan) -> list[Callback]:
 
 
 def difference(plan: Plan, peak: int, states: Mapping[str, int]) -> str | None:
-    """Return a message about a peak more than 10 % off the plan, with both breakdowns; else None."""
+    """Return a message with both breakdowns if the peak is more than 10 % off the plan, else None."""
     if abs(peak - plan.peak_bytes) <= DIFFERENCE * plan.peak_bytes:
         return None
     held = {name: states[name] for name in ("weights", "gradients", "optimizer_states")}

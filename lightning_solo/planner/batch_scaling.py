@@ -1,4 +1,4 @@
-"""The trace of any micro-batch from traces of two: bytes and costs are linear in the number of examples."""
+"""Compute the trace of any micro-batch from two traces: bytes and costs are linear in the number of examples."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _shape(log: EventLog) -> tuple[list[tuple[int, bool]], list[str], list[int]]
 def canonical(log: EventLog, phases: list[tuple[int, int, str]]) -> EventLog:
     """Return a log with storages numbered in order of allocation, and consecutive frees sorted.
 
-    One operator frees storages in any order. Frees before the start of a phase are sorted apart from those after it.
+    The order in which one operator frees several storages is arbitrary. Frees are sorted separately in each phase.
     """
     numbers = {storage: index for index, storage in enumerate(log.held)}
     events: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""One micro-batch: the first of a loader, its number of examples, and copies with other numbers."""
+"""A micro-batch to plan: the first of a loader, its number of examples, and copies with more or fewer examples."""
 
 from __future__ import annotations
 

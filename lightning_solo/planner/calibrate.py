@@ -1,7 +1,7 @@
 """Calibration of this machine's device: memory of the CUDA context and workspace, speeds of a copy and a product.
 
-A child process measures, so that readings exclude this process's context and tensors: it trains a small module for
-a few steps, waits until its memory has been read from here, then measures speeds.
+A child process measures, so that readings exclude this process's context and tensors. It trains a small module for
+a few steps, waits until this process has read its memory, then measures speeds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def calibrate() -> tuple[Device, Readings, Path]:
 
 
 def _measured_apart(device: Device) -> Readings:
-    """Return readings of a child process; its CUDA context is the device memory that is missing while it runs.
+    """Return the readings of a child process. Its CUDA context is the fall of the device's free memory while it runs.
 
     Raises:
         CapabilityError: the process failed; says why.
@@ -79,7 +79,7 @@ def measure(connection: Connection) -> None:
 
 
 def held_after_training(device: Device, on: torch.device) -> dict[str, int]:
-    """Return the bytes that torch's allocator holds, and has reserved, when all tensors are freed."""
+    """Return the bytes that torch's allocator has allocated, and reserved, after all tensors are freed."""
     train_a_little(on, torch.bfloat16 if device.flops["bf16"] else torch.float16)
     gc.collect()
     if on.type != "cuda":
@@ -132,7 +132,7 @@ def product_seconds(kind: str, width: int, on: torch.device) -> float:
 
 
 def fastest(work: Callable[[], object], on: torch.device) -> float:
-    """Return the seconds of the fastest of a few calls after a warm-up; slow functions are called less often."""
+    """Return the seconds of the fastest of a few calls after a warm-up; a slow function is called fewer times."""
     wait: Callable[[], object] = torch.cuda.synchronize if on.type == "cuda" else lambda: None
     work()
     durations: list[float] = []

@@ -1,4 +1,4 @@
-"""Measured readings of a device, which replace the table's shares and constants; kept in a file for later plans."""
+"""Measured readings of a device. They replace the table's shares and constants; a file keeps them for later plans."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Readings:
         flops: floating-point operations per second of a matrix product, by kind; None where not measured.
         bandwidth: bytes per second that a copy on the device reads and writes.
         host_bandwidth: bytes per second from pinned host memory to the device.
-        context_bytes: held outside torch's allocator after a few training steps.
-        workspace_bytes: held by torch's allocator after all tensors are freed.
+        context_bytes: bytes that are in use outside torch's allocator after a few training steps.
+        workspace_bytes: bytes that torch's allocator still has in use after all tensors are freed.
     """
 
     date: str

@@ -98,8 +98,8 @@ def capture(
         fake: whether tensors have no data and operators don't compute.
         cuda: whether kernels and temporaries are those of a CUDA device.
         attention: as in `cuda_rules`.
-        steps: number of optimizer steps; an optimizer has its states from the second on.
-        moves_batches: whether each batch is copied to the CUDA device at its step, and counted from then on.
+        steps: number of optimizer steps; at least two, if optimizer states are to exist from the start of one.
+        moves_batches: whether each batch is copied to the CUDA device in its step, and counted from then on.
 
     Raises:
         PlanError: the module makes no optimizer step or computes no gradient; an index in the batch is out of range; an

@@ -21,7 +21,7 @@ FEW_NUMBERS = 20480  # elements of an example up to which torch's kernels take s
 
 
 def workspaces(func: Any, args: tuple[Any, ...], result: Any) -> list[int]:
-    """Return the bytes that one of ``CONVOLUTIONS`` holds, results included, at each possible moment of its peak."""
+    """Return the bytes that one of ``CONVOLUTIONS`` holds at each moment at which it may peak, results included."""
     if func is aten.convolution.default:
         x, weight, y, groups = *args[:2], result, args[8]
         if not _is_served(x, weight, groups):

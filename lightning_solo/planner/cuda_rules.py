@@ -19,7 +19,7 @@ from lightning_solo.planner.optimizer_rules import capturable_on_cpu, register_f
 
 @contextmanager
 def cuda_rules(attention: str = "fused") -> Iterator[None]:
-    """Run CPU tensors by CUDA's rules; its kernels are registered for the whole process until the end.
+    """Run CPU tensors by CUDA's rules in a context, in which the kernels are replaced for the whole process.
 
     Args:
         attention: ``"fused"``, or ``"math"`` for the kernel that keeps all scores: the pessimistic choice.
@@ -60,7 +60,7 @@ class CudaByHand(TorchFunctionMode):
         used: whether a tensor was placed this way.
 
     Raises:
-        RuntimeError: the plan is for the CPU; not one of our errors, so that the module's line is named.
+        RuntimeError: the plan is for the CPU. It isn't one of our errors, so that the message names the module's line.
     """
 
     def __init__(self, *, allowed: bool) -> None:

@@ -30,7 +30,7 @@ MASK = "a mask or nonzero takes every element"
 
 
 def item(assume: Assume, tensor: Tensor) -> Any:
-    """Read the number in a tensor as 1, or False."""
+    """Return 1 for a number that is read from a tensor, and False for a condition."""
     assume("a number read from a tensor (.item(), if, int()) is 1, a condition is False")
     if tensor.dtype is torch.bool:
         return False
@@ -38,19 +38,19 @@ def item(assume: Assume, tensor: Tensor) -> Any:
 
 
 def nonzero(assume: Assume, tensor: Tensor) -> Tensor:
-    """Take every element."""
+    """Return as many indices as there are elements, as if none were zero."""
     assume(MASK)
     return tensor.new_zeros((tensor.numel(), tensor.dim()), dtype=torch.int64)
 
 
 def masked_select(assume: Assume, tensor: Tensor, mask: Tensor) -> Tensor:
-    """Take every element."""
+    """Return as many elements as there are, as if the mask were true everywhere."""
     assume(MASK)
     return tensor.new_empty(torch.broadcast_tensors(tensor, mask)[0].numel())  # type: ignore[no-untyped-call]
 
 
 def index(assume: Assume, tensor: Tensor, indices: Any) -> Any:
-    """Index with masks that take every element; return ``NotImplemented`` without a mask."""
+    """Index as if every mask were true everywhere; return ``NotImplemented`` if no index is a mask."""
     if not any(map(is_mask, indices)):
         return NotImplemented
     expanded: list[Any] = []
@@ -60,7 +60,7 @@ def index(assume: Assume, tensor: Tensor, indices: Any) -> Any:
 
 
 def index_put(assume: Assume, tensor: Tensor, indices: Any, values: Tensor, *rest: Any) -> Any:
-    """Write in place, with masks as in `index`."""
+    """Return the tensor, written in place, as if every mask were true everywhere; see `index`."""
     if not any(map(is_mask, indices)):
         return NotImplemented
     assume(MASK)

@@ -61,9 +61,9 @@ def with_numbers(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
 
 @contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Build modules with parameters on the meta device; all else in a constructor runs on real tensors.
+    """Build modules with parameters on the meta device; everything else in a constructor runs on real tensors.
 
-    With fake tensors the widths and drop rates that a constructor reads by ``.item()`` would be invented.
+    On fake tensors, the widths and drop rates that a constructor reads by ``.item()`` would be unknown.
     """
     register = nn.Module.register_parameter
     replacements: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # keeps shared parameters shared

@@ -26,10 +26,10 @@ def run_in_forks(
     Args:
         first: runs in this process.
         others: run in forked processes.
-        needed: whether the others are still needed after the first one's result; if not, only that is returned.
+        needed: returns whether the others are needed, from the first one's result; if not, only that is returned.
 
     Raises:
-        Exception: that of one of the functions, in their order.
+        Exception: the first exception of a function, in the order of the functions.
         PlanError: a forked process died, or raised an exception that can't be pickled.
     """
     with ExitStack() as ends:

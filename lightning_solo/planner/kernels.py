@@ -101,7 +101,7 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
 
 @contextmanager
 def cuda_chunk_sizes() -> Iterator[None]:
-    """Use a GPU's sizes and numbers of chunks and staging buffers for compact states."""
+    """Use the chunk sizes and staging buffers of a GPU for compact states."""
     with ExitStack() as stack:
         for table in (adamw_update.CHUNK, split_weights.CHUNK, staging.SLOTS):
             stack.callback(table.__setitem__, "cpu", table["cpu"])
@@ -113,7 +113,8 @@ def cuda_chunk_sizes() -> Iterator[None]:
 def planned_host_memory(tracer: Tracer) -> Iterator[None]:
     """Mark allocations of host memory, and record the copies that a GPU would make through staging buffers.
 
-    On a CPU host memory looks like the device's. The staging buffers are allocated; nothing is copied.
+    Plans run on a CPU, where host memory can't be told from the device's. Staging buffers are allocated, but nothing is
+    copied.
     """
     allocate = host_slabs.host_tensors
 

@@ -36,7 +36,7 @@ def _with_cpu(original: Callable[..., list[str]], *args: Any, **kwargs: Any) -> 
 
 
 def choose_foreach(optimizer: Optimizer) -> None:
-    """Set ``foreach`` to CUDA's default if it is left open."""
+    """Set ``foreach`` to CUDA's default if the user didn't choose it."""
     for group in optimizer.param_groups:
         other = group.get("fused") or group.get("differentiable")
         if "foreach" in group and group["foreach"] is None and not other:
@@ -46,7 +46,7 @@ def choose_foreach(optimizer: Optimizer) -> None:
 def fill_history(optimizer: Optimizer) -> bool:
     """Give LBFGS the full history that it has after some steps; return whether the optimizer is LBFGS.
 
-    The number of directions after a step depends on the loss; on tensors without data there would never be one.
+    The number of directions after a step depends on the loss, and tensors without data would never add one.
     """
     if not isinstance(optimizer, torch.optim.LBFGS):
         return False

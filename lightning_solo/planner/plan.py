@@ -38,7 +38,7 @@ class Plan:
             (``torch.cuda.max_memory_reserved``), and the CUDA context; on a CPU the needed bytes.
         budget_bytes: memory of the device, or the allowed part of it.
         verdict: ``fits``, ``tight`` (less than 5 % left, on the device or on the host), or ``does not fit``.
-        host_bytes: kept on the host by techniques.
+        host_bytes: bytes that techniques keep on the host.
         seconds_per_step: estimate for an optimizer step, good enough to rank presets.
         flops: floating-point operations of an optimizer step.
         bytes_moved: read and written by operators in an optimizer step.
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits, including just barely."""
+        """Whether the preset fits, even if tightly."""
         return self.verdict != "does not fit"
 
     @property
@@ -117,7 +117,7 @@ class Plan:
 
 
 def verdict_of(needed: int, available: int) -> str:
-    """Return the verdict on a need of bytes.
+    """Return the verdict for needed and available bytes.
 
     >>> verdict_of(90, 100), verdict_of(99, 100), verdict_of(101, 100)
     ('fits', 'tight', 'does not fit')
@@ -128,7 +128,7 @@ def verdict_of(needed: int, available: int) -> str:
 
 
 def with_host_memory(plan: Plan, host_memory: int | None) -> Plan:
-    """Return the plan with host memory in its verdict; None for a host with unknown memory."""
+    """Return the plan with a verdict that also considers host memory; ``host_memory`` is None if it is unknown."""
     if not plan.host_bytes:
         return plan
     if host_memory is None:
@@ -145,14 +145,15 @@ def as_fast(plan: Plan, other: Plan) -> bool:
 
 
 def ranked(plans: Sequence[Plan], presets: Mapping[str, Configuration], *, caveats_last: bool) -> list[Plan]:
-    """Return plans in the order in which to try them: those that fit by time, the others by missing bytes.
+    """Return plans in the order in which to try them: first those that fit, by time, then the others, by missing bytes.
 
     Plans as fast as the fastest remaining one are ordered by host memory, then by number of techniques.
 
     Args:
         plans: of several presets.
         presets: their configurations, by name.
-        caveats_last: whether presets with a caveat come last in their verdict; for presets that the user didn't name.
+        caveats_last: whether presets with a caveat come last among those of equal verdict; set it for presets that the
+            user didn't name.
     """
 
     def group(plan: Plan) -> tuple[int, bool]:

@@ -29,7 +29,7 @@ MOST = 2**20  # largest micro-batch that is tried
 
 @dataclass
 class Planner:
-    """Plans presets for one module; presets with equal traces share one. Arguments as in `preset_plans.plan`."""
+    """Plans presets for one module; equal traces are computed once. Arguments are those of `preset_plans.plan`."""
 
     make: Callable[[], Any]
     batch: Any
@@ -97,7 +97,7 @@ class Planner:
         """Check that the module can be traced without techniques, in at least one of the precisions.
 
         Raises:
-            PlanError: it can't; the error is that of the first precision.
+            PlanError: it can't be traced; the error is that of the first precision.
         """
         errors: list[PlanError] = []
         for precision in precisions:

@@ -16,12 +16,12 @@ KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 def step_schedule(costs: Sequence[Cost], device: Device, phases: Sequence[str] = ()) -> list[Span]:
-    """Return the time at which each operator and copy of a step runs.
+    """Return the spans of time in which the operators and copies of a step run.
 
     Args:
         costs: in order.
-        device: that runs them.
-        phases: of each operator, as names of the spans; empty for none.
+        device: the device that runs them.
+        phases: the phase of each operator, used as the span's name; empty for no names.
     """
     return schedule(operations(costs, device, phases), _launch_seconds(device))
 
@@ -71,7 +71,7 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
 
 
 def _launch_seconds(device: Device) -> float:
-    """Return the seconds until the host launches the next operator; 0 for a CPU, which computes itself."""
+    """Return the seconds in which the host launches an operator; 0 for a CPU, which computes itself."""
     return 0.0 if device.name == CPU else LAUNCH_S
 
 

@@ -21,7 +21,7 @@ class Operation(NamedTuple):
     Args:
         stream: one of ``STREAMS``.
         seconds: its duration.
-        after: positions of the operations that must have ended before it.
+        after: positions of the operations that must end before it starts.
         name: label in a picture.
     """
 
@@ -32,7 +32,7 @@ class Operation(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A time in which a stream is busy, in seconds from the start of the schedule, and its used share."""
+    """An interval in which a stream is busy, in seconds from the start of the schedule, and its used share."""
 
     stream: str
     start_s: float

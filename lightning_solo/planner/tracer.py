@@ -41,8 +41,8 @@ _DEVICE = torch.ops.prim.device.default
 class Cost(NamedTuple):
     """Cost of one operator: floating-point operations, bytes read and written, and the type it computes in.
 
-    A copy between host and device has a direction as ``stream`` and a staging buffer as ``slot``; so has a wait for a
-    buffer's last copy.
+    A copy between host and device has its direction as ``stream`` and its staging buffer as ``slot``. A wait for a
+    buffer's last copy has them too.
     """
 
     flops: int
@@ -159,13 +159,13 @@ def has_numbers(tensor: Tensor) -> bool:
 
 
 def _mixed(args: tuple[Any, ...]) -> bool:
-    """Return whether a norm's weights have another type than its input."""
+    """Return whether a norm's weights and its input have different types."""
     return any(isinstance(a, Tensor) and a.dtype != args[0].dtype for a in args[1:])
 
 
 @contextmanager
 def _numbers_of_few(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Discard known numbers for an operator whose result has too many, such as a mask of all pairs of positions.
+    """Discard the known values of an operator's inputs if its result is too large, such as a mask over all pairs.
 
     torch would compute the result before it checks the size.
     """
@@ -190,7 +190,7 @@ _RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
 def _range_with_numbers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-    """Return a range with its numbers unless there are many: models compare positions before they build a mask."""
+    """Return a range with known numbers unless there are many: models compare positions before they build a mask."""
     if not isinstance(result, FakeTensor) or result.is_floating_point() or result.numel() > KNOWN:
         return result
     with no_dispatch():

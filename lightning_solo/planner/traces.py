@@ -27,15 +27,16 @@ ONE_SIZE = (
 
 @dataclass
 class ScalableTrace:
-    """A trace of one micro-batch, and of all others if they scale.
+    """The trace of one micro-batch, from which the traces of other sizes follow if costs are linear in the size.
 
     Attributes:
-        size: examples of the traced micro-batch.
-        trace: of this micro-batch.
-        affine: traces of other micro-batches, or None if they can't be derived.
+        size: examples in the traced micro-batch.
+        trace: the trace of this micro-batch.
+        affine: the traces of other sizes, or None if they can't be derived.
         how: the kind of tensors, in words.
-        alone: whether others weren't traced because a single example doesn't fit.
-        pair: two micro-batches from which all others follow, except this one if it is 1; the same under any preset.
+        alone: whether other sizes weren't traced because a single example doesn't fit.
+        pair: sizes of the two traces from which ``affine`` was derived; every preset can use the same ones. ``affine``
+            may not hold for a single example.
     """
 
     size: int
@@ -59,20 +60,22 @@ def scalable_trace(
     scales: bool = True,
     fits: Callable[[Trace], bool] = lambda trace: True,
 ) -> ScalableTrace:
-    """Trace by the first way that works: fake tensors, those with math attention, real steps on the CPU.
+    """Trace by the first way that works: fake tensors, fake tensors with math attention, or real steps on the CPU.
 
     Args:
-        capture: returns the trace of ``(size, fake=..., attention=...)``, which are as in `capture.capture`.
+        capture: function of ``(size, fake=..., attention=...)`` that returns a trace; arguments as in
+            `capture.capture`.
         make: returns the module.
         size: examples per micro-batch.
-        weight_bytes: per element of a weight, for the error's estimate.
-        pair: that of the same module and size under another preset; then no third micro-batch has to be predicted.
-        fits: whether a trace fits; if a single example doesn't, no other micro-batch is traced.
-        scales: whether micro-batches of all sizes do the same; otherwise only that of ``size`` is traced.
+        weight_bytes: bytes per element of a weight, for the estimate in the error.
+        pair: the pair found for the same module and size under another preset; no third trace then checks the
+            prediction.
+        fits: returns whether a trace fits; if a single example doesn't, no other size is traced.
+        scales: whether micro-batches of all sizes run the same operators; otherwise only ``size`` is traced.
 
     Raises:
         BudgetError: a technique can't keep its budget.
-        PlanError: neither way works; says why, and how much the model states alone take.
+        PlanError: no way works; the message says why, and how much the model states alone take.
     """
     first: Exception | None = None
     for fake, attention in ((True, "fused"), (True, "math"), (False, "math")):

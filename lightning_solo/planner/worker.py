@@ -1,4 +1,4 @@
-"""The process that makes plans, so that an abort there is an error here."""
+"""A separate process that makes plans, so that a crash in it is only an error in this process."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class Worker:
         self._lock = threading.Lock()  # one request at a time uses the connection
 
     def start(self) -> None:
-        """Start the process, which imports what it needs before there is a request; it ends with this one."""
+        """Start the process, which imports its packages before the first request and ends with this process."""
         with self._lock:
             self._running()
 
     def answers(self, request: PlanRequest, timeout_s: float) -> Iterator[tuple[str, Any]]:
-        """Yield (name, plan or exception) of each preset when it is done; ("", exception) where none can be planned.
+        """Yield (name, plan or exception) for each preset when it is done; ("", exception) if none can be planned.
 
-        A preset at which the process dies gets an exception, and the others are requested again.
+        If the process dies while it plans a preset, that preset gets an exception, and the others are requested again.
 
         Raises:
-            PlanError: the time is over.
+            PlanError: the timeout has passed.
         """
         remaining = dict(request.presets)
         with self._lock:

@@ -1,4 +1,4 @@
-"""From a preset's name, or a user's `cfg.solo`, and overrides to a `Configuration`; Hydra composes it."""
+"""Compose a `Configuration` by Hydra, from a preset's name, or a user's `cfg.solo`, and overrides."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
     """Return the configuration of a preset.
 
     Args:
-        preset: a name, several names, or the fields themselves (a user's ``cfg.solo``). Where two presets set one
+        preset: a name, several names, or the fields themselves (a user's ``cfg.solo``). If two presets set the same
             field, the later one wins, with a warning.
         overrides: Hydra overrides without a prefix, such as ``"precision=32-true"``.
         allow: prefixes of ``_target_`` that the user trusts.
@@ -82,7 +82,7 @@ def compose_yaml(preset: Preset, overrides: Sequence[Override] = ()) -> dict[str
         fields = _hydra([f"+solo=[{','.join(names)}]", *choices], f"preset {preset!r}").solo
         for name, file in files.items():
             _refuse_mandatory(name, file, fields, values)
-    elif preset is None:  # the cfg.solo of a Hydra application in which nobody has chosen one
+    elif preset is None:  # the cfg.solo of a Hydra application that has not chosen a preset
         raise PresetError(
             "preset=None: no preset is chosen; in a Hydra application write `- solo: bf16` in the defaults list, or on"
             f" the command line +solo=bf16 where that list has no solo; there are {', '.join(preset_files())}"

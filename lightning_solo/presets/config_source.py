@@ -1,4 +1,4 @@
-"""The configurations that have no file: the schema of presets, and each technique with its defaults.
+"""The configurations without a file: the schema of presets, and each technique with its defaults.
 
 `- /solo/schema@_here_: solo` in a defaults list names the schema, `+solo/callback=<name>` a technique.
 """
@@ -20,7 +20,7 @@ class TechniqueSource(ConfigSource):
 
     @staticmethod
     def scheme() -> str:
-        """Return the scheme of entries of the search path."""
+        """Return the scheme of this source's entries in the search path."""
         return "lightning-solo"
 
     def load_config(self, config_path: str) -> ConfigResult:
@@ -47,7 +47,7 @@ class TechniqueSource(ConfigSource):
         return _config(config_path) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """Return the sorted names of the groups and the configurations in a group, or of only one kind."""
+        """Return the sorted names of the groups and configurations in a group; ``results_filter`` selects one kind."""
         group = config_path.strip("/")
         names = ["solo"] if group == "solo/schema" else [*catalogue().group(group.removeprefix("solo/"))]
         below = [each.rpartition("/")[2] for each in GROUPS[1:] if each.rpartition("/")[0] == group]

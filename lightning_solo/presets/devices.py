@@ -61,11 +61,11 @@ class Device:
     """The figures of a device that a plan needs.
 
     Attributes:
-        name: stem of its file; ``cpu``, or made from the label, where it has no file.
+        name: stem of its file; without a file, ``cpu`` or a name derived from the label.
         label: the name that ``torch.cuda.get_device_name`` returns.
         memory_bytes: ``total_memory`` of ``torch.cuda.get_device_properties(0)``, less than the advertised memory.
         memory_bandwidth: peak bytes per second.
-        host_bandwidth: reached bytes per second to or from the host.
+        host_bandwidth: bytes per second that copies to or from the host reach.
         flops: peak dense floating-point operations per second for bf16, fp16, tf32, fp32 and fp64; None for a kind
             that the device doesn't have.
         context_bytes: CUDA's context and loaded kernels, outside torch's allocator.
@@ -73,7 +73,7 @@ class Device:
         source: of the figures.
         flops_reached: share of each of ``flops`` that a matrix product reaches.
         bandwidth_reached: share of ``memory_bandwidth`` that a copy reaches.
-        calibrated: date of the measurement of the shares, ``host_bandwidth`` and the constants; None without one.
+        calibrated: date on which the shares, ``host_bandwidth`` and the constants were measured; None if they weren't.
     """
 
     name: str
@@ -124,10 +124,10 @@ def budget_bytes(given: str | int | float | None, option: str = "budget") -> int
 
 
 def budget_on(on: Device, budget: int | None, given: str) -> int:
-    """Return the budget, or all of the device's memory for None.
+    """Return the budget; for None return all of the device's memory.
 
     Raises:
-        PresetError: the device has less.
+        PresetError: the device has less memory than the budget.
     """
     if budget is not None and budget > on.memory_bytes:
         raise PresetError(

@@ -19,7 +19,7 @@ from lightning_solo.presets.registry import leaves
 
 
 def conf_folder() -> Path:
-    """Return the folder of our configurations: in the package if it is installed, beside it in a checkout."""
+    """Return the folder of our configurations: inside the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "conf"
     return inside if inside.is_dir() else package.parent / "conf"
@@ -103,7 +103,7 @@ def check_file(name: str) -> DictConfig:
 
 
 def written_fields(name: str) -> dict[str, Any]:
-    """Return path -> value of each option that a preset's file sets, itself or by a preset in its defaults list.
+    """Return path -> value of each option that a preset's file sets, directly or by its defaults list.
 
     A technique in the defaults list sets all its settings.
 
@@ -137,7 +137,7 @@ def _settings_of(group: str, word: Any) -> dict[str, Any]:
 
 
 def _other_form(name: str) -> str:
-    """Return the remedy for a list in a text, and for a technique's name."""
+    """Return the remedy if a preset's name is a list written as a text, or the name of a technique."""
     if "," in name:
         names = [each.strip() for each in name.strip("[]").split(",")]
         return f"; several are a list: write {names}"

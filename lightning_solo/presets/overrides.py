@@ -118,7 +118,7 @@ def apply_override(fields: DictConfig, override: Override) -> None:
 
 
 def _require(node: Any, path: Sequence[str], text: str) -> Any:
-    """Return the container with the last key of a path."""
+    """Return the container of the last key in a path."""
     for depth, key in enumerate(path):
         if not isinstance(node, DictConfig) or key not in node or node[key] == {}:
             names = list(map(str, node)) if isinstance(node, DictConfig) else []

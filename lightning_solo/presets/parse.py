@@ -1,4 +1,4 @@
-"""From plain fields to a checked `Configuration`, before torch is imported."""
+"""Parse plain fields to a checked `Configuration`, without importing torch."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def check_node(node: object, option: str, allow: Sequence[str]) -> Mapping[str, 
     """Return a node, which has either a ``name`` or an allowed ``_target_``.
 
     Raises:
-        PresetError: it is no mapping, has neither, or a target that isn't allowed.
+        PresetError: the node is no mapping, has neither key, or has a target that isn't allowed.
     """
     kind = option.split(".")[0]
     if not isinstance(node, Mapping):

@@ -49,7 +49,7 @@ def parameters(target: str) -> dict[str, Parameter]:
 
 
 def _literal(node: ast.expr, tree: ast.Module) -> Any:
-    """Return the value of a default, a literal or the name of a constant in the same module."""
+    """Return the value of a default, which is a literal or the name of a constant in the same module."""
     if isinstance(node, ast.Name):
         node = next(n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == node.id)
     return ast.literal_eval(node)

@@ -1,4 +1,4 @@
-"""Nodes with a ``_target_``: the check that they are allowed, and their objects."""
+"""Check whether nodes with a ``_target_`` are allowed, and create their objects."""
 
 from __future__ import annotations
 

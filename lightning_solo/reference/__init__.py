@@ -1,1 +1,1 @@
-"""The byte GPT and its data, as a user of Lightning would write them: nothing in here knows of lightning-solo."""
+"""The byte GPT and its data, as a user of Lightning would write them; nothing here imports lightning-solo."""

@@ -45,7 +45,7 @@ def is_validation(name: str) -> bool:
 
 
 def split_files(max_bytes: int | None) -> tuple[list[Path], list[Path]]:
-    """Return the files of training and validation, at most 9 and 1 tenths of ``max_bytes``."""
+    """Return the files for training and for validation; they have at most 9/10 and 1/10 of ``max_bytes``."""
     files = library_files()
     train = [(name, path) for name, path in files if not is_validation(name)]
     validation = [(name, path) for name, path in files if is_validation(name)]
@@ -55,7 +55,7 @@ def split_files(max_bytes: int | None) -> tuple[list[Path], list[Path]]:
 
 
 def up_to(max_bytes: int, files: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    """Return files that fit into ``max_bytes``, chosen in the order of a hash, so that they are from many packages."""
+    """Return files of at most ``max_bytes`` together, chosen by a hash, so that they come from many packages."""
     kept, left = [], max_bytes
     for name, path in sorted(files, key=lambda file: zlib.crc32(file[0][::-1].encode())):
         size = path.stat().st_size

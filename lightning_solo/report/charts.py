@@ -45,7 +45,7 @@ def lines(series: Sequence[Series], x: str, y: str, palette: Palette) -> dict[st
 
 
 def areas(series: Sequence[Series], x: str, y: str, palette: Palette) -> dict[str, Any]:
-    """Return series stacked in their order, each with an outline; they share their steps."""
+    """Return a chart of series stacked in their order, each with an outline; all series have the same steps."""
     alt = altair()
     names = _names(series)
     rows = [{**row, "order": names.index(row["series"])} for row in _points(series)]
@@ -55,7 +55,7 @@ def areas(series: Sequence[Series], x: str, y: str, palette: Palette) -> dict[st
 
 
 def bars(rows: Sequence[dict[str, Any]], x: str, palette: Palette) -> dict[str, Any]:
-    """Return a bar per row, from the top in their order; rows are ``name``, ``value`` or None, ``label``, ``first``."""
+    """Return a chart with a bar per row, from the top; rows have ``name``, ``value``, ``label`` and ``first``."""
     alt = altair()
     drawn = [{**row, "end": row["value"] or 0.0} for row in rows]
     most = max((row["end"] for row in drawn), default=0.0) or 1.0
@@ -75,7 +75,9 @@ def bars(rows: Sequence[dict[str, Any]], x: str, palette: Palette) -> dict[str, 
 def stacks(
     rows: Sequence[dict[str, Any]], signs: Mapping[str, str], x: str, mark: tuple[float, str] | None, palette: Palette
 ) -> dict[str, Any]:
-    """Return a bar per row, stacked of its parts, each with its sign where there is room, and a rule across them.
+    """Return a chart with a bar per row, stacked from its parts, and a rule across the bars.
+
+    Each part shows its sign if there is room.
 
     Args:
         rows: ``name``, ``parts`` by name, ``label``.
@@ -139,7 +141,7 @@ def spans(rows: Sequence[dict[str, Any]], x: str, palette: Palette) -> dict[str,
 
 
 def scatter(rows: Sequence[dict[str, Any]], x: str, y: str, palette: Palette) -> dict[str, Any]:
-    """Return a point per job; jobs on the front are filled diamonds with their number, joined by a line.
+    """Return a chart with a point per job; jobs on the front are numbered filled diamonds, joined by a line.
 
     Args:
         rows: ``x``, ``y``, ``job``, ``overrides``, ``front``.
@@ -187,13 +189,13 @@ def _points(series: Sequence[Series]) -> list[dict[str, Any]]:
 
 
 def _over(data: str) -> Any:
-    """Return a chart of a data set, which `_finished` adds."""
+    """Return a chart of a named data set; `_finished` adds the data."""
     alt = altair()
     return alt.Chart(alt.NamedData(data))
 
 
 def _over_steps(names: Sequence[str], x: str, y: str, palette: Palette) -> Any:
-    """Return a chart of `_points` over steps, with a colour per series, but without a vertical axis."""
+    """Return a chart of `_points` over steps, with a colour per series and without a vertical axis."""
     alt = altair()
     return _over("data").encode(
         x=alt.X("x:Q", title=x, scale={"nice": False}, axis={"tickMinStep": 1, "tickCount": 10}),
@@ -203,7 +205,7 @@ def _over_steps(names: Sequence[str], x: str, y: str, palette: Palette) -> Any:
 
 
 def _rows(field: str, sort: Sequence[str] | None = None, width: int = 260) -> Any:
-    """Return a vertical axis with a name per row, in the order of the data unless ``sort`` has another."""
+    """Return a vertical axis with a name per row, in the order of the data or of ``sort``."""
     axis = {"labelLimit": width, "ticks": False, "domain": False}
     return altair().Y(f"{field}:N", title=None, sort=sort, axis=axis)
 

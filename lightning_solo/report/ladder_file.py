@@ -79,7 +79,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def figures_of(rows: list[dict[str, Any]], baseline: str) -> list[Figures]:
-    """Return checked rows as figures, with their changes against the baseline, if it is there."""
+    """Return checked rows as figures, with their changes against the baseline if it is one of them."""
     base = next((row for row in rows if row["name"] == baseline), {})
     return [
         Figures(

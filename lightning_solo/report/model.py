@@ -18,7 +18,7 @@ class Figure:
     """A chart, with text and table for readers who can't see it.
 
     Attributes:
-        name: of its PNG file and its anchor on the page.
+        name: name of the figure's PNG file and of its anchor on the page.
         caption: the contents of the chart, their source, and omissions.
         alternative: text for a screen reader, with the main figures.
         table: the data, thinned.

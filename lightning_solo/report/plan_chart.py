@@ -43,7 +43,7 @@ def parts(plan: Plan) -> dict[str, int]:
 
 
 def length(plans: Sequence[Plan]) -> int:
-    """Return the bytes of the whole width: the greatest need, or the budget unless it is `FAR` above."""
+    """Return the bytes at the full width: the largest need, or a higher budget of at most `FAR` times that."""
     most = max(plan.needed_bytes for plan in plans)
     budget = plans[0].budget_bytes
     return max(most, budget) if budget <= FAR * most else most

@@ -78,7 +78,7 @@ def common_overrides(rows: Sequence[Row]) -> list[str]:
 
 
 def own_overrides(row: Row, common: Sequence[str]) -> list[str]:
-    """Return the overrides that not all jobs have."""
+    """Return a job's overrides that some other job doesn't have."""
     return [str(text) for text in row.overrides if text not in common]
 
 
@@ -120,7 +120,7 @@ def columns(rows: Sequence[Row]) -> dict[str, Column[Row]]:
 
 
 def pruned(row: Row) -> bool:
-    """Return whether a search pruned a job, so that loss and cost are those of a shorter run.
+    """Return whether a search pruned a job, which means that loss and cost are those of a shorter run.
 
     >>> pruned(Row(0, (), "finished", detail="pruned at 50")), pruned(Row(0, (), "finished"))
     (True, False)

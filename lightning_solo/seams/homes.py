@@ -1,4 +1,4 @@
-"""The two packages in which Lightning is published, and classes made for either.
+"""The two packages in which Lightning is published, and classes for either of them.
 
 `lightning.pytorch` and `pytorch_lightning` contain the same code twice. Each Trainer refuses the other package's
 strategies. A callback works in both, because its hooks are called by name.
@@ -38,14 +38,14 @@ def part(home: str, path: str) -> Any:
 
 
 def fabric_part(home: str, path: str) -> Any:
-    """Return a module of a home's Fabric."""
+    """Return a module of the Fabric package that belongs to a home, such as ``fabric_part(home, "plugins")``."""
     return importlib.import_module(f"{FABRIC[home]}.{path}")
 
 
 class OfEitherHome:
-    """The base class of strategies over Lightning's strategy ``base``.
+    """The base class of strategies that extend Lightning's strategy ``base``.
 
-    Its subclasses make instances for the home that the program imported; `for_home` returns the class of either.
+    Its subclasses make instances for the home that the program imported. `for_home` returns the class for a home.
     """
 
     base: ClassVar[str]
@@ -67,7 +67,7 @@ def for_home(cls: Any, home: str | None = None) -> type:
 
 
 class _OverBase(ABCMeta):
-    """The type of the classes made by `for_home`; no module has them as attributes."""
+    """Metaclass of the classes that `for_home` makes. They can't be pickled by name, since no module contains them."""
 
 
 def _reduced(cls: Any) -> Any:

@@ -1,8 +1,8 @@
-"""All that is changed in objects of Lightning, and what is called by a private name: one file for an upgrade to visit.
+"""All changes of Lightning's objects and uses of its private names: the file to check when Lightning is upgraded.
 
-Written for Lightning 2.6, where no callback hook comes between ``configure_model`` and the optimizers, around forward
-and backward, or to clipping. Each patch but `before_fits` is of one object, not of a class, and returns its way back. A
-test each, in `tests/seams/test_patches.py` and for both homes, fails where the target is gone.
+Written for Lightning 2.6, which has no callback hook between ``configure_model`` and the optimizers, around forward
+and backward, or for clipping. Each patch except `before_fits` changes one object, not a class, and can be undone. For
+each one a test in `tests/seams/test_patches.py`, for both homes, fails if its target no longer exists.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def as_found(thing: Any) -> Any:
 
 @contextmanager
 def stepping_batches(trainer: Any, count: Callable[[Any, int | float], int | float]) -> Iterator[None]:
-    """Replace ``trainer.estimated_stepping_batches`` by ``count(trainer, Lightning's answer)``.
+    """Replace ``trainer.estimated_stepping_batches`` by ``count(trainer, Lightning's value)``.
 
-    Python looks a property up in the class, so this Trainer gets a subclass; copies and pickles are of its own class.
+    Python looks up a property in the class, so this Trainer gets a subclass. Its copies and pickles have the original
+    class.
     """
     cls = type(trainer)
     stock = cls.estimated_stepping_batches.fget
@@ -101,7 +102,7 @@ def windows(trainer: Any, before: Callable[[int], int]) -> Iterator[None]:
 def clipping(precision: Any, around: Around) -> Any:
     """Replace the precision's clipping by ``around(stock)``, called with ``(optimizer, bound, "norm" or "value")``.
 
-    ``LightningModule.clip_gradients`` ends there, whether Lightning or the user calls it.
+    ``LightningModule.clip_gradients`` calls it too, whether Lightning or the user clips.
     """
     stock = precision.clip_gradients
 
@@ -113,17 +114,17 @@ def clipping(precision: Any, around: Around) -> Any:
 
 
 def without_module_init_context(precision: Any) -> Any:
-    """Build in fp32 in ``configure_model``, not in the dtype of the precision's own context."""
+    """Build weights in fp32 in ``configure_model``, not in the dtype that the precision's context sets."""
     return replaced(precision, "module_init_context", nullcontext)
 
 
 def without_distributed_sampler(trainer: Any) -> Any:
-    """Keep the order of training loaders: a strategy for several processes would replace their samplers."""
+    """Keep the samplers of training loaders, which a strategy for several processes would replace."""
     return replaced(trainer._accelerator_connector, "use_distributed_sampler", False)
 
 
 def batches_through(strategy: Any, around: Around) -> Any:
-    """Replace the strategy's move of a batch to the device."""
+    """Replace the strategy's function that moves a batch to the device by ``around(stock)``."""
     return replaced(strategy, "batch_to_device", around(strategy.batch_to_device))
 
 
@@ -237,14 +238,14 @@ def micro_batches(trainer: Any, around: Around) -> Any:
 
 @contextmanager
 def states_stay(home: str) -> Iterator[None]:
-    """Load optimizer states without Lightning's move of them to the device."""
+    """Load optimizer states in this context without moving them to the device, as Lightning would."""
     with replaced(part(home, "strategies.strategy"), "_optimizer_to_device", lambda optimizer, device: None):
         yield
 
 
 @contextmanager
 def all_stays(strategy: Any) -> Iterator[None]:
-    """Tear down a strategy without its move of module and optimizer states to the host."""
+    """Tear down a strategy in this context without moving module and optimizer states to the host."""
     module = strategy.lightning_module
     with replaced(strategy, "_optimizers", []), replaced(module, "cpu", lambda: module):
         yield
@@ -301,7 +302,7 @@ def on_device(trainer: Any, batch: Any) -> Any:
 
 
 def loss_of(trainer: Any, batch: Any, batch_idx: int) -> Any:
-    """Return the result of the module's ``training_step`` for a loader's batch; its logged values are dropped."""
+    """Return the result of the module's ``training_step`` for a loader's batch; values that it logs are dropped."""
     module = trainer.lightning_module
     arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, on_device(trainer, batch), batch_idx)
     with (
@@ -353,5 +354,5 @@ def with_hooks(precision: Any, module: Any, optimizer: Any, closure: Callable[[]
 
 
 def without_hooks(precision: Any) -> Any:
-    """Step with a closure that already ran those hooks."""
+    """Step with a closure that already runs these hooks."""
     return replaced(precision, "_wrap_closure", lambda module, optimizer, closure: closure())

@@ -25,7 +25,7 @@ class Window:
     """The micro-batches between two optimizer steps.
 
     Attributes:
-        held: sum of the weights of this window's micro-batches that have added a gradient. Each counts once, also if
+        held: sum of the weights of this window's micro-batches that have added a gradient. Each counts once, even if
             its backward runs several times.
         weight: factor of a micro-batch's loss before backward. At 0 backward is skipped, because the mean over no
             elements has NaN as its gradient.
@@ -144,8 +144,8 @@ class Run:
         """Add a technique to this run, in the order of phases.
 
         Raises:
-            ConflictError: it replaces optimizers or steps, as another technique or the strategy does; or its card can't
-                be combined with another one's.
+            ConflictError: another technique or the strategy already replaces optimizers or steps; or the technique
+                can't be combined with another one, by their cards.
         """
         if technique in self.techniques:
             return
@@ -158,7 +158,7 @@ class Run:
         self._with.clear()
 
     def _refuse_rivals(self, technique: Technique) -> None:
-        """Refuse techniques that their cards don't combine; some come from a preset and some by hand."""
+        """Refuse techniques whose cards can't be combined; some may come from a preset and some from the user."""
         others = [*self.techniques, self.strategy]
         others = [other for other in others if type(other) is not type(technique)]  # `_require_sole` refuses those
         chosen = [each for each in map(chosen_of, [*others, technique]) if each is not None]
@@ -201,7 +201,7 @@ class Run:
         return [technique.checkpoint(self) for technique in self.having("checkpoint")]
 
     def load_states(self, proceed: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``proceed``, which loads optimizer states, with the techniques' changes around it; as `around`."""
+        """Return ``proceed``, which loads optimizer states, with the techniques' changes around it; see `around`."""
         loads = [(each, each.checkpoint(self).load_states) for each in self.having("checkpoint")]
         return nested("load_states", loads, proceed)
 
@@ -223,7 +223,7 @@ class Run:
 
         Raises:
             ConflictError: a technique's ``loss`` never called ``proceed`` in this step, although others act inside. It
-                may do so for single micro-batches, which wait for the step's last one.
+                may omit the call in some micro-batches, which then wait for the step's last one.
         """
         for outer, inner in pairwise(self.having("loss")):
             if outer in self._with_loss and inner not in self._with_loss:

@@ -66,7 +66,7 @@ def join(technique: Technique, trainer: Any) -> Run:
 
 
 def _teardown(run: Run, own: Own) -> None:
-    """End the run after module and states moved to the host, also after an exception.
+    """End the run once module and states are on the host, also after an exception.
 
     A run that was never set up ends first, so that the module moves unchanged. Checkpoints that are saved later, before
     the next run, have the same form as those saved in the run.
@@ -88,7 +88,7 @@ def _teardown(run: Run, own: Own) -> None:
 
 @contextmanager
 def _model_sharded_context(run: Run, own: Own) -> Iterator[None]:
-    """Run ``configure_model`` in the contexts of the techniques."""
+    """Run ``configure_model`` inside the techniques' contexts."""
     with ExitStack() as stack:
         for technique in run.having("building"):
             stack.enter_context(technique.building(run))
@@ -97,7 +97,7 @@ def _model_sharded_context(run: Run, own: Own) -> Iterator[None]:
 
 
 def _load_model_state_dict(run: Run, own: Own, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-    """Load weights in the contexts of the techniques."""
+    """Load weights inside the techniques' contexts."""
     with ExitStack() as stack:
         for each in run.checkpoints():
             stack.enter_context(each.loading_weights())

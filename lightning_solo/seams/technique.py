@@ -16,7 +16,7 @@ from lightning_solo.seams.strategy import join
 
 
 class Checkpoint:
-    """A technique's changes of checkpoints, by default none. Override the methods that are needed."""
+    """A technique's changes to checkpoints; none by default. Override the methods that are needed."""
 
     def loading_weights(self) -> AbstractContextManager[Any]:
         """Return a context for loading a checkpoint's weights into the module, before `Technique.transform`."""
@@ -55,18 +55,18 @@ class Technique(Callback):
         return nullcontext()
 
     def transform(self, ctx: Run) -> None:
-        """Change the module, which has its weights; next it moves to the device, and optimizers are made."""
+        """Change the module. It has its weights already; after this it moves to the device, and optimizers are made."""
 
     def optimizers(self, ctx: Run, optimizers: list[Optimizer], schedulers: Sequence[Any]) -> list[Optimizer]:
-        """Return the replacement of the optimizers from ``configure_optimizers``."""
+        """Return optimizers to use instead of those from ``configure_optimizers``."""
         return optimizers
 
     def checkpoint(self, ctx: Run) -> Checkpoint:
-        """Return this technique's changes of saved and loaded checkpoints."""
+        """Return this technique's changes to saved and loaded checkpoints."""
         return Checkpoint()
 
     def loader(self, ctx: Run, loader: Any) -> Any:
-        """Return the replacement of the training loader."""
+        """Return a loader to use instead of the training loader."""
         return loader
 
     def loss(self, ctx: Run, proceed: Callable[..., Any]) -> Any:
@@ -111,7 +111,7 @@ class Technique(Callback):
         return proceed(optimizer, closure, **options)
 
     def leaving(self, ctx: Run, proceed: Callable[[], Any]) -> None:
-        """Leave the device at the end of a run; ``proceed()`` moves module and states to the host, as Lightning."""
+        """Leave the device at the end of a run; ``proceed()`` moves module and states to the host by Lightning."""
         proceed()
 
     # --- joining a run, and leaving it ---

@@ -1,4 +1,4 @@
-"""A task function for other processes: imported there by name, or pickled by value where it can't be imported."""
+"""A task function for other processes, which import it by name, or unpickle it by value if it can't be imported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Application:
         arguments: `sys.argv` of the command.
         preload: modules to import before the first job; by default ``PRELOAD`` of its module.
         resolvers: the command's OmegaConf resolvers, pickled; None for one that can't be pickled.
-        carried: the function (None if it can be imported) and Hydra's state, pickled.
+        carried: the pickled function (None if it can be imported) and Hydra's pickled state.
         code: a hash of each file that defines it, see `_code_of`.
     """
 
@@ -178,7 +178,7 @@ def _pickled_resolvers() -> dict[str, bytes | None]:
 
 
 def load(application: Application) -> Callable[[Any], Any]:
-    """Load the task function in this process, and return it; it takes a configuration, or a plain call's argument.
+    """Load the task function in this process and return it; its argument is a configuration, or that of a plain call.
 
     Raises:
         ConflictError: a resolver of the command can neither be registered by an import nor be pickled.
@@ -204,7 +204,7 @@ def load(application: Application) -> Callable[[Any], Any]:
 
 
 def _register(application: Application) -> None:
-    """Register the command's resolvers that no import registered."""
+    """Register those of the command's resolvers that importing the application didn't register."""
     for name, pickled in application.resolvers.items():
         if name in BaseContainer._resolvers:
             continue

@@ -58,7 +58,7 @@ class Display:
     def tell(self, event: str, number: int | None, detail: str) -> None:
         """Update a job's state at an event of `Sweep`, and log the event if there is no live display.
 
-        The reason for running a job again is printed in both cases.
+        The reason why a job runs again is printed with or without a live display.
         """
         if number is None:
             log.warning("each job starts from a fresh interpreter, some seconds slower: %s", detail)

@@ -1,4 +1,4 @@
-"""Whether this process can be forked, and the state that a fork has to renew."""
+"""Check whether this process can be forked, and renew the state that a fork shares with its siblings."""
 
 from __future__ import annotations
 

@@ -77,8 +77,8 @@ class Try(NamedTuple):
 
     Attributes:
         failures: earlier attempts that count against `Settings.retries`.
-        anew: the reason to start from the beginning; empty for an attempt that resumes the earlier ones.
-        seconds: the time of the attempts that it resumes.
+        anew: the reason why it starts from the beginning; empty if it resumes the earlier attempts.
+        seconds: total seconds of the attempts that it resumes.
     """
 
     job: Job

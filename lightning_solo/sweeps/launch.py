@@ -83,7 +83,7 @@ class Launch:
                 self._kept = None
 
     def __call__(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        """Run jobs and return Hydra's `JobReturn` of each; if some failed, with one error that names all of them."""
+        """Run jobs and return Hydra's `JobReturn` of each; failed jobs share one error, which names all of them."""
         setup_globals()
         with self._nothing_left():
             configs = [self._composed(initial_job_idx + i, overrides) for i, overrides in enumerate(job_overrides)]
@@ -133,7 +133,7 @@ class JobsFailed(CompactHydraException):
 
 
 class FailedJob(JobReturn):
-    """The `JobReturn` of a job that did not finish; unlike Hydra's own, it raises its error without printing a line."""
+    """The `JobReturn` of a job that did not finish. Unlike Hydra's own, it raises the error without printing it."""
 
     @property
     def return_value(self) -> Any:
@@ -147,7 +147,7 @@ class FailedJob(JobReturn):
 
 @contextmanager
 def without_trace() -> Iterator[None]:
-    """Raise our refusals as the kind that Hydra prints without a traceback."""
+    """Raise this package's errors as the type that Hydra prints without a traceback."""
     try:
         yield
     except SoloError as error:

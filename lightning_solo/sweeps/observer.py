@@ -52,7 +52,7 @@ class JobObserver(Callback):  # type: ignore[misc]
             self.write(trainer)
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        """Report to the search of this trial; a pruned trial ends like one that took all steps."""
+        """Report to this trial's search; a pruned trial ends in the same way as one that took all steps."""
         if self._pruning is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._pruning.report(trainer)
 

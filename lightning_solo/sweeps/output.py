@@ -41,7 +41,7 @@ def redirect_output(descriptor: int) -> None:
 
 
 def tail(path: Path, lines: int) -> list[str]:
-    """Return the last lines of a file, however large it is."""
+    """Return the last lines of a file, without reading all of a large one."""
     try:
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - 200 * lines, 0))

@@ -23,19 +23,19 @@ class Row:
     """The result of one job and its costs.
 
     Attributes:
-        number: of the job in its sweep, from 0.
-        overrides: of the task, without Hydra's own.
+        number: number of the job in its sweep, from 0.
+        overrides: the job's overrides, without Hydra's own.
         status: one of `outcome.STATUSES`.
         detail: a line such as the exception.
-        folder: of the job.
-        attempt: how many times it was started.
+        folder: the job's folder.
+        attempt: number of times that the job was started.
         returned: the value of the task function if it is plain, else None.
-        metrics: the Trainer's at the end, by name.
-        steps: optimizer steps.
-        seconds: from the start to the end of its process, plus the attempts that it resumed.
-        peak_device_bytes: None without a device.
-        peak_host_bytes: resident, of the largest process of the job.
-        config_hash: of the composed configuration, without Hydra's section.
+        metrics: the Trainer's metrics at the end, by name.
+        steps: number of optimizer steps.
+        seconds: seconds from the start to the end of its process, plus those of the attempts that it resumed.
+        peak_device_bytes: peak memory on the device; None without a device.
+        peak_host_bytes: peak resident memory of the job's largest process.
+        config_hash: hash of the composed configuration, without Hydra's section.
         versions: package -> version.
     """
 

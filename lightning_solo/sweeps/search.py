@@ -1,4 +1,4 @@
-"""A search by Optuna: a trial per job, each with the job's number, in a study that the same command resumes.
+"""A search by Optuna: each job is a trial with the job's number, in a study that the same command resumes.
 
 A trial's parameters are stored before its job starts. After a command was killed, the next one passes the study's
 running trials to the launcher, which knows how their jobs ended.

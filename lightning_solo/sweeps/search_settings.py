@@ -28,11 +28,11 @@ class Settings:
     """The settings of `hydra.sweeper`.
 
     Attributes:
-        n_trials: of the study, including failed trials and those of earlier commands.
+        n_trials: number of trials in the study, including failed ones and those of earlier commands.
         n_jobs: trials that are drawn at a time.
         direction: minimize or maximize, one per objective.
         objectives: value, returned by the task function; peak_memory and seconds, measured by the sweep.
-        seed: of the sampler; None draws one.
+        seed: seed of the sampler; None draws one.
         pruning: whether Lightning ends trials that do worse than the median of earlier ones.
         monitor: the metric for pruning; None for the validation loss.
         prune_after_trials: finished trials before the first one is pruned.

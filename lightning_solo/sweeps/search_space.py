@@ -42,7 +42,7 @@ class SearchSpace:
         return [self.overrides(params) for params in (first, *others)]
 
     def described(self) -> dict[str, str]:
-        """Return each key's distribution as text, for a comparison with another command's."""
+        """Return each key's distribution as text, to compare it with another command's."""
         return {name: _text(distribution) for name, distribution in sorted(self.distributions.items())}
 
 

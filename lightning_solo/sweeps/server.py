@@ -1,9 +1,9 @@
 """The process between a sweep and its jobs: loads the application once, forks each job, and reports how it ended.
 
-A forked job starts within milliseconds, from memory in which nothing has run yet. CUDA does not survive a fork: if an
-application uses CUDA or starts threads while it is imported, each of its jobs starts from a fresh interpreter instead,
-and the log says so. If the command ends, for whatever reason, this process interrupts the jobs and ends with them; if
-this process ends, the kernel kills them.
+A forked job starts within milliseconds, with the application imported and nothing else run. CUDA does not survive a
+fork: if an application uses CUDA or starts threads while it is imported, each of its jobs starts from a fresh
+interpreter instead, and the log says so. When the command ends, for any reason, this process interrupts the jobs and
+ends with them. If this process ends, the kernel kills the jobs.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Server:
     """Starts jobs on demand, and ends with its command.
 
     Args:
-        connection: to the command. It receives why jobs can't be forked, or an empty string, or an exception if the
-            application can't be loaded; then (number, `End`) of each job. It sends a `JobRequest` for each job, and
-            None to interrupt the running ones.
-        sweep: of the jobs.
-        application: of the jobs.
-        lock: the sweep's, locked by the command.
+        connection: connection to the command. The command first receives the reason why jobs can't be forked (empty if
+            they can), or an exception if the application can't be loaded; then (number, `End`) of each job. It sends a
+            `JobRequest` for each job, and None to interrupt the running ones.
+        sweep: the folder of the sweep.
+        application: the application of the jobs.
+        lock: the descriptor of the sweep's lock file, which the command has locked.
     """
 
     def __init__(self, connection: Connection, sweep: SweepFolder, application: Application, lock: int) -> None:
@@ -72,7 +72,7 @@ class Server:
         self.task: Callable[[Any], Any] | None = None  # None: each job loads the application itself
 
     def serve(self) -> None:
-        """Load the application, then serve the command until it is gone, and the jobs until they have ended."""
+        """Load the application, start jobs until the command ends, then wait for the running jobs."""
         self._load()
         while self.connection is not None or self.running:
             watched: list[Any] = [job.descriptor for job in self.running.values()]
@@ -133,7 +133,7 @@ class Server:
         self.running[request.number] = Running(request, child, os.pidfd_open(child.pid), time.monotonic())
 
     def _run_forked(self, task: Callable[[Any], Any], request: JobRequest, output: int, connection: Connection) -> int:
-        """Run a job in a fork, without any state of the server, and end as a script does."""
+        """Run a job in a fork, without the server's state, and exit as a script does."""
         try:
             os.setsid()
             redirect_output(output)

@@ -35,9 +35,9 @@ class Sweep:
     """Runs jobs in the folder of a sweep, for one command.
 
     Args:
-        folder: of the sweep.
-        application: of the jobs.
-        settings: of the launcher.
+        folder: the sweep's folder.
+        application: the application of the jobs.
+        settings: the launcher's settings.
         tell: called with (event, job's number, details); events are "kept", "started", "ended", "again", "anew" and
             "spawning".
         look: called several times a second with the numbers of the running jobs.
@@ -211,7 +211,7 @@ class Sweep:
             raise KeyboardInterrupt
 
     def _stops(self) -> bool:
-        """Return whether to start no further job."""
+        """Return whether no further job is to be started."""
         return bool(self._signals) or self._full is not None
 
     def _start(self, server: Child, one: Try, running: dict[int, Try]) -> None:

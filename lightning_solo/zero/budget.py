@@ -32,7 +32,7 @@ STATES |= {"DeepSpeedCPUAdam": (2, 0), "DeepSpeedCPULion": (2, 0)}
 def states_of(optimizer: Optimizer) -> int:
     """Return the number of fp32 tensors that an optimizer keeps per parameter.
 
-    A trial counts them; DeepSpeed's optimizers and those that the trial can't run are in a table.
+    They are counted in a trial. DeepSpeed's optimizers, and others that the trial can't run, are looked up in a table.
     """
     known, _ = STATES.get(type(optimizer).__name__, (2, 2))
     if type(optimizer).__module__.startswith("deepspeed."):
@@ -78,7 +78,8 @@ def check_host_budget(layout: ZeroLayout, available: int, *, resident: int = 0, 
     Args:
         layout: from `zero_layout`.
         available: free bytes on the host, from `machine.host_memory`.
-        resident: bytes of the module on the host, which the layout counts too or the run frees.
+        resident: bytes of the module on the host. They are added to the available bytes, since the layout counts them
+            too or the run frees them.
         one_memory: Whether device and host share their memory, as on a CPU.
 
     Raises:

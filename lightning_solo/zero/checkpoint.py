@@ -26,7 +26,7 @@ class Group:
 
     Attributes:
         options: the optimizer's dictionary, in which the engine replaces the parameters by flat tensors.
-        given: a copy from before that.
+        given: a copy of ``options`` from before that.
     """
 
     options: dict[str, Any]
@@ -40,12 +40,12 @@ class Group:
 
     @property
     def own_options(self) -> dict[str, Any]:
-        """The user's options, at their present values."""
+        """The options that the user's optimizer has, with their current values."""
         loops = {key: self.given[key] for key in LOOPS if key in self.given}
         return {key: self.options[key] for key in self.given if key != "params"} | loops
 
     def restore(self) -> None:
-        """Restore the user's options and parameters, and remove other keys."""
+        """Restore the user's options and parameters, and remove keys that the engine added."""
         options = {**self.own_options, "params": self.parameters}
         self.options.clear()
         self.options.update(options)
@@ -57,7 +57,7 @@ def groups_of(optimizer: Optimizer) -> list[Group]:
 
 
 def plain_state_dict(module: nn.Module, values: Mapping[Tensor, Tensor]) -> dict[str, Any]:
-    """Return ``module.state_dict()``, its hooks included, with the parameters' values from ``values``."""
+    """Return ``module.state_dict()``, with its hooks, for parameters that have the values in ``values``."""
     before = {parameter: parameter.data for parameter in values}
     try:
         for parameter, value in values.items():
@@ -75,7 +75,7 @@ def frozen_names(module: nn.Module) -> list[str]:
 
 
 def load_weights(module: nn.Module, state: Mapping[str, Any], *, left_out: Iterable[str], strict: bool) -> None:
-    """Load a state dict that may lack the weights ``left_out``; those keep their values.
+    """Load a state dict in which the weights ``left_out`` may be missing; those keep their values.
 
     Raises:
         RuntimeError: torch's, where ``strict`` and other names are missing or unknown.

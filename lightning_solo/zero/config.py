@@ -70,7 +70,7 @@ def zero_config(
 
 
 def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dict[str, Any]:
-    """Return our configuration with the user's on top; ``"auto"`` stands for ours.
+    """Return our configuration, updated with the user's; a value ``"auto"`` keeps ours.
 
     Args:
         ours: from :func:`zero_config`.
@@ -100,7 +100,7 @@ def merge(ours: Mapping[str, Any], given: Mapping[str, Any] | str | None) -> dic
 
 
 def trains_wrong(zero: Mapping[str, Any]) -> str | None:
-    """Return a message about an option of ``zero_optimization`` that breaks training in DeepSpeed 0.19.8, or None."""
+    """Return a message if an option of ``zero_optimization`` breaks training in DeepSpeed 0.19.8, else None."""
     option, offload = "zero_offload.config.zero_optimization", zero.get("offload_optimizer")
     offload = offload if isinstance(offload, Mapping) else {}
     if (ratio := offload.get("ratio", 1)) not in (1, "auto"):

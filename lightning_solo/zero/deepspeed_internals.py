@@ -45,7 +45,7 @@ def is_deepspeeds(value: Any) -> bool:
 
 
 def is_left_behind(name: str, value: Any) -> bool:
-    """Return whether an attribute of a module or a parameter is one that DeepSpeed sets and doesn't remove."""
+    """Return whether an attribute of a module or a parameter was set by DeepSpeed, which doesn't remove it."""
     return name in LEFT_BEHIND or name.startswith("ds_") or is_deepspeeds(value)
 
 
@@ -189,7 +189,7 @@ def zero_gradients(zero: Any, parameters: set[Tensor]) -> None:
 
 
 def leave_forward(engine: Any) -> None:
-    """Reset stage 3 after an exception in a forward pass; otherwise the weights of that pass count as in use."""
+    """Reset stage 3 after an exception in a forward pass; without this it treats the pass's weights as still in use."""
     for part in engine.module.modules():
         if hasattr(parameters := vars(part)["_parameters"], "_in_forward"):
             parameters._in_forward = False

@@ -49,9 +49,9 @@ def _partition(module: nn.Module, config: Mapping[str, Any], dtype: torch.dtype,
 
 
 def weights_of(engine: Any, module: nn.Module, known: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Return parameter -> present value: the ``known`` values, such as fp32 masters, and copies of partitioned ones.
+    """Return parameter -> value: the ``known`` values, such as fp32 masters, and copies of partitioned parameters.
 
-    Parameters that are missing in the result hold their own values.
+    A parameter that is missing from the result has its value in itself.
     """
     if engine is not None:
         release_weight_buffers(engine)

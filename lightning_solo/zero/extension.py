@@ -1,7 +1,7 @@
 """DeepSpeed's C++ extensions, built once per machine (`cpp_builds`) after a check of the tools that a build needs.
 
 DeepSpeed compiles at first use, in silence, and fails late: ninja of a virtual environment is not found without its
-folder on PATH, and torch waits for ever for the lock file that a killed build leaves.
+folder on PATH, and torch waits forever for the lock file that a killed build leaves.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def is_built(name: str) -> bool:
 
 
 def load_extension(name: str) -> ModuleType:
-    """Return an extension of DeepSpeed, built if need be. DeepSpeed's own classes then use it.
+    """Return an extension of DeepSpeed; build it if it isn't built. DeepSpeed's own classes then use it.
 
     The environment is restored afterwards. A build takes 35 to 185 s on two cores.
 
@@ -105,7 +105,7 @@ def load_extension(name: str) -> ModuleType:
 
 
 def _folder(builder: Any) -> Path:
-    """Return the folder of an extension for this DeepSpeed and its present sources."""
+    """Return the folder of an extension, for the installed DeepSpeed and its sources as they are now."""
     sources = [Path(builder.deepspeed_src_path(path)) for path in builder.sources()]
     headers = Path(builder.deepspeed_src_path("csrc")).rglob("*.h")
     files = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sorted({*sources, *headers})]
@@ -136,7 +136,7 @@ def _is_ready(builder: Any) -> bool:
 
 
 def _load(builder: Any) -> ModuleType:
-    """Return the module that DeepSpeed's builder loads, or builds in the present environment."""
+    """Return the module that DeepSpeed's builder loads, or builds in the current environment."""
     try:
         module: ModuleType = builder.load(verbose=False)
     except Exception as error:  # torch and DeepSpeed raise many types, also KeyError
@@ -168,7 +168,7 @@ def _missing_tools(builder: Any) -> Iterator[str]:
 
 
 def _missing_toolkit(builder: Any) -> str | None:
-    """Return the missing part of the CUDA toolkit, which builders for CUDA need where there is a device."""
+    """Return the missing part of the CUDA toolkit; builders need it on a machine with a CUDA device."""
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 
     if not isinstance(builder, CUDAOpBuilder) or torch.version.cuda is None or not torch.cuda.is_available():

@@ -81,7 +81,7 @@ def _require_equal_steps(optimizer: Optimizer, group: Mapping[str, Any]) -> None
 def states_per_element(optimizer: Optimizer) -> int | None:
     """Return the number of states per parameter, the largest of all groups; None if a trial fails.
 
-    For each group a copy steps one small flat tensor.
+    For each group, a copy of the optimizer steps one small flat tensor.
     """
     counts = []
     for group in optimizer.param_groups:
@@ -95,9 +95,9 @@ def states_per_element(optimizer: Optimizer) -> int | None:
 def _try_steps(
     optimizer: Optimizer, group: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
 ) -> tuple[list[Tensor], int] | Exception:
-    """Return parameters after a few steps of a copy, and the number of states in the shape of the first parameter.
+    """Return the parameters after a few steps of a copy, and the number of states with the first parameter's shape.
 
-    If a step raises, its exception is returned.
+    If a step raises an exception, the exception is returned.
     """
     sizes = [math.prod(shape) for shape in shapes]
     parts = torch.split(_values(sum(sizes)), sizes)
@@ -128,7 +128,7 @@ def _gradients(elements: int, step: int) -> Tensor:
 
 
 def _copy_over(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
-    """Return a copy of an optimizer, without state and hooks, over other parameters."""
+    """Return a copy of an optimizer for other parameters, without its state and hooks."""
     trial: Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         vars(trial)[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value

@@ -1,4 +1,4 @@
-"""The optimizer that ZeRO's engine steps on the host, and the conversion of its states to those of the user's.
+"""The optimizer that ZeRO's engine steps on the host, and the conversion between its states and the user's optimizer's.
 
 torch's fused AdamW is as fast as DeepSpeed's C++ version, and needs no compiler. The kind ``deepspeed`` replaces
 torch's optimizer by DeepSpeed's if both compute the same, within rounding. Adam, AdamW and Adagrad do. Lion does not:
@@ -65,7 +65,7 @@ def host_optimizer(optimizer: Optimizer, schedulers: Iterable[Any] = (), kind: s
 
     Args:
         optimizer: The user's.
-        schedulers: Its learning-rate schedulers, also with others inside, as SequentialLR has.
+        schedulers: Its learning-rate schedulers, which may contain others, as SequentialLR does.
         kind: ``torch``: the optimizer itself. ``deepspeed``: DeepSpeed's C++ version, built once. ``auto``: DeepSpeed's
             version for Adagrad and DeepSpeed's optimizers for CUDA, which can't step on the host; otherwise the
             optimizer itself, where Adam and AdamW use torch's fused loop unless the user chose another.
@@ -162,7 +162,7 @@ def _plain(value: Any) -> Any:
 
 
 def _deepspeeds_version(optimizer: Optimizer) -> HostOptimizer:
-    """Return an optimizer with its replacement over the same groups."""
+    """Return DeepSpeed's replacement of an optimizer, over the same groups, together with the original."""
     version = counterpart(optimizer)
     if isinstance(version, str):
         name = type(optimizer).__name__

@@ -43,9 +43,10 @@ class ZeroSettings:
             ``DeepSpeedCPUAdam`` 0.
         accumulates: Whether there is more than one micro-batch per optimizer step.
         cuda: Whether the device is a CUDA device; otherwise device and host share memory, and nothing is pinned.
-        keeps_weights: Whether the host keeps the original fp32 weights under a 16-bit precision: until the masters
-            exist, and those of frozen parameters during the run.
-        reduce_bucket: Elements of ``reduce_bucket_size``. The following sizes have DeepSpeed's names, shortened.
+        keeps_weights: Whether the host keeps the original fp32 weights under a 16-bit precision. Trained weights are
+            kept until the masters exist, frozen ones during the whole run.
+        reduce_bucket: Elements, DeepSpeed's ``reduce_bucket_size``. The names of the following sizes are also
+            DeepSpeed's, shortened.
     """
 
     stage: int = 2
@@ -71,7 +72,7 @@ class ZeroSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], **more: Any) -> ZeroSettings:
-        """Return settings from DeepSpeed's configuration, and ``more`` that it doesn't contain."""
+        """Return the settings in a DeepSpeed configuration; ``more`` gives those that it doesn't contain."""
         zero = config["zero_optimization"]
         optimizer, weights = zero["offload_optimizer"], zero.get("offload_param", {})
         sizes: dict[str, Any] = {ours: int(zero[theirs]) for ours, theirs in SIZES.items() if theirs in zero}
@@ -135,7 +136,7 @@ class ZeroLayout:
 
     @property
     def one_memory_bytes(self) -> int:
-        """Peak bytes where device and host share memory. The parts of backward and of the step never exist together."""
+        """Peak bytes if device and host share memory. Bytes of backward and bytes of the step never exist together."""
         return max(self.kept_bytes + max(self.in_backward_bytes, self.in_step_bytes), self.start_bytes)
 
     @property
@@ -316,7 +317,7 @@ def _weights_3(
 def _optimizer_disk(subs: list[list[int]], s: ZeroSettings) -> dict[str, int]:
     """Return the bytes of OptimizerStateSwapInfo's files: masters, states and gradients of sub-groups.
 
-    `copies` are made for a checkpoint: masters for its weights, then masters and states.
+    The part ``copies`` is written for a checkpoint: masters for its weights, then masters and states.
     """
     swapped = [sub for sub in subs if s.nvme_optimizer and FP32 * sum(sub) >= MIN_DISK_BYTES]
     if not swapped:

@@ -30,7 +30,7 @@ ONE_PROCESS = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 @contextmanager
 def without_deprecations() -> Iterator[None]:
-    """Silence warnings without a remedy for the user.
+    """Silence warnings about which the user can't do anything.
 
     torch warns about two functions that DeepSpeed (0.19.8) calls in every step of stage 3. Lightning warns about
     logging from several processes.

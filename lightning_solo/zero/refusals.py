@@ -56,7 +56,7 @@ def refuse_module(module: nn.Module, stage: int) -> None:
 
 
 def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
-    """Return the one optimizer of a module.
+    """Return the only optimizer of a module.
 
     Raises:
         ConflictError: there are several.

@@ -188,7 +188,7 @@ class EngineRun:
         write(self.zero, load_optimizer(self.host, self._groups, saved, masters))
 
     def counters(self) -> dict[str, dict[str, Any]]:
-        """Return the counts of the present or last training engine as plain values."""
+        """Return the counts of the training engine, or of the last one if it has ended, as plain values."""
         return self._counters if self.engine is None or self.host is None else counters(self.engine)
 
     def set_counters(self, saved: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ class GradientWindow:
         self._hooks = [hook(p, self._used.add) for p in self.parameters]
 
     def after_backward(self, zero: Any) -> None:
-        """After a window's first micro-batch, zero the old gradients of parameters that it didn't use."""
+        """Count a micro-batch; after a window's first one, zero the old gradients of parameters that it didn't use."""
         self.micro_batches += 1
         if self.micro_batches == 1:
             for parameter in self.unused():

@@ -28,9 +28,9 @@ class Epoch:
     """The size of an epoch.
 
     Attributes:
-        batches: of the epoch.
-        batch_size: samples of each but the last; for schedules by samples.
-        samples: of the epoch.
+        batches: number of batches.
+        batch_size: samples in each batch but the last; for schedules by samples.
+        samples: number of samples.
     """
 
     batches: int

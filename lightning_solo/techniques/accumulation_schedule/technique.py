@@ -1,4 +1,4 @@
-"""Gradient accumulation whose factor changes during a run, with exact means over windows and step counts."""
+"""Gradient accumulation with a factor that changes during a run; means over windows, and counts of steps, are exact."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class AccumulationSchedule(Technique, Settings):
     never falls.
 
     Raises:
-        PresetError: the milestones are ill-formed, or begin with one batch by noise.
+        PresetError: the milestones are ill-formed, or begin with a factor of 1 under ``"noise_scale"``.
     """
 
     phase = CARD.phase
@@ -124,7 +124,7 @@ class AccumulationSchedule(Technique, Settings):
         return int(trainer.max_steps)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check again, since ``configure_model`` may set ``automatic_optimization`` or release gradients."""
+        """Check for conflicts again; ``configure_model`` may have changed the optimization or released gradients."""
         refuse_conflicts(trainer, pl_module, self)
         if not self._ctx.window.gradients_stay and resources(CARD.reads, self):
             choice = "by=noise_scale" if self.weight_by == "batches" else f"weight_by={self.weight_by}"
@@ -196,7 +196,7 @@ class AccumulationSchedule(Technique, Settings):
                 pl_module.log("accumulation/noise_scale", self._noise.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current factor, the start of its window, the counts, and a window that is open.
+        """Return the current factor, the start of its window, the counts, and the open window if there is one.
 
         A window is open after a time limit or a signal, for example. Its state includes its gradients, unless they are
         released.
@@ -297,7 +297,7 @@ def _parameters(trainer: Any) -> Iterator[Tensor]:
 
 
 def _scale(trainer: Any) -> float:
-    """Return the factor on gradients until the step: 1 except for precision 16-mixed."""
+    """Return the factor by which gradients are scaled until the step: 1 except for precision 16-mixed."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
 

@@ -30,7 +30,7 @@ class Choice:
     """The block calls that batches up to a size keep.
 
     Attributes:
-        shapes: of the counted batch.
+        shapes: shapes of the counted batch's tensors.
         options: all possible choices.
         kept: block calls that aren't recomputed.
         is_compiled: whether blocks are compiled, so that the ledger doesn't see their memory.
@@ -47,8 +47,8 @@ class Choice:
 class BudgetedBatches:
     """Counts batches with every block recomputed, chooses the calls that fit, and checks each choice's first batch.
 
-    A batch is counted if it is larger than all counted ones, in any dimension. The first and last batch of an
-    accumulation window and those between are counted apart: they find different gradients in memory.
+    A batch is counted if it is larger, in any dimension, than all batches counted so far. The first batch of an
+    accumulation window, the last one and those in between are counted separately, since the gradients in memory differ.
 
     Args:
         budget: bytes of a step on the device, an int; or a share of the bytes that all blocks would keep, a float.
@@ -71,7 +71,7 @@ class BudgetedBatches:
     def begin(
         self, batch: Any, kind: Any, module: nn.Module, optimizers: Iterable[object], device: torch.device, steady: bool
     ) -> None:
-        """Begin a batch; ``kind`` is its place in its window, ``steady`` says that all optimizer states exist."""
+        """Begin a batch; ``kind`` is its place in its window, and ``steady`` whether all optimizer states exist."""
         self.stop()
         is_share = isinstance(self.budget, float)
         self._place = (None if is_share else kind, shapes_of(batch))

@@ -75,7 +75,7 @@ def _two_budgets(settings: Settings, configuration: Configuration) -> str | None
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan it on the CPU, where copies stand for those to the host."""
+    """Plan it on the CPU, where copies within its memory represent those to the host."""
     # a limit in bytes keeps a larger share of small micro-batches
     keeps_bytes = settings.keep_on_device is not None and isinstance(bytes_or_share(settings.keep_on_device), int)
     attached = replace(settings, allow_cpu=True, folder=None)

@@ -100,7 +100,7 @@ def _refuse_precision(settings: Settings, configuration: Configuration) -> str |
 
 
 def footprint(settings: Settings, request: Request, plain: Footprint) -> Footprint:
-    """Return the bytes of weights, gradients and states, and of the states that the budget sends to the host."""
+    """Return the bytes of weights, gradients and states, and of the states on the host under the budget."""
     precision, trained = request.precision or "bf16-true", sum(request.sizes.trainable)
     weight, each = settings.bytes_per_parameter(precision)
     frozen = (2 if precision == "bf16-true" else 4) * sum(request.sizes.frozen)
@@ -116,7 +116,7 @@ def footprint(settings: Settings, request: Request, plain: Footprint) -> Footpri
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan the step as a kernel, and with the budget ``auto`` all states on the host.
+    """Plan the step as one kernel; with the budget ``auto``, plan all states on the host.
 
     Raises:
         PlanError: another library steps, whose kernels can't be traced.

@@ -40,7 +40,7 @@ class CompactCheckpoint(Checkpoint):
         return self._weights.loading()
 
     def load_states(self, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states to their place, and master weights from fp32 weights of the file."""
+        """Load optimizer states to where they are stored, and master weights from fp32 weights in the checkpoint."""
         with patches.states_stay(self._ctx.home):  # in the optimizers' place
             proceed(checkpoint)
         set_master_weights(self._ctx.strategy.optimizers, self._ctx.module, checkpoint["state_dict"])

@@ -25,7 +25,7 @@ from lightning_solo.units import format_bytes
 
 
 def _is_plain(settings: Settings, corrections: Mapping[Tensor, Tensor]) -> bool:
-    """Return whether there is nothing to compress and nothing to move, so that any optimizer will do."""
+    """Return whether nothing is compressed or moved to the host, so that every optimizer is supported."""
     bits = (settings.master_bits, settings.moment_bits)
     return bits == (32, 32) and not corrections and settings.budget is None
 
@@ -52,11 +52,11 @@ def convert(
     """Return compact versions of optimizers, under one budget for all.
 
     Args:
-        optimizers: of ``configure_optimizers``.
-        schedulers: attached to the new optimizers.
-        settings: of the technique.
-        corrections: of split weights; each optimizer removes its own from it.
-        put: called with the optimizers after each conversion, so that the converted one is freed.
+        optimizers: the optimizers of ``configure_optimizers``.
+        schedulers: schedulers to attach to the new optimizers.
+        settings: the technique's settings.
+        corrections: corrections of split weights; each optimizer removes those of its parameters.
+        put: called with all optimizers after each conversion, so that the replaced one is freed.
     """
     compact, left = list(optimizers), settings.budget
     owned = [set(parameters_of(optimizer)) for optimizer in compact]
@@ -105,7 +105,7 @@ def require_room(
     module: nn.Module,
     device: torch.device,
 ) -> None:
-    """Refuse states that don't fit in memory with the module, before they are allocated.
+    """Refuse states that don't fit in memory together with the module, before they are allocated.
 
     Raises:
         BudgetError: the device has less memory than the states need.

@@ -105,7 +105,7 @@ class CompactStates(Technique, Settings):
 
         Raises:
             BudgetError: the device has less memory than the states need; before they are allocated.
-            ConflictError: an optimizer that isn't supported; names what to write.
+            ConflictError: an optimizer isn't supported; the message says what to write.
         """
         corrections = self._weights.corrections
         require_room(optimizers, self, corrections, ctx.module, ctx.device)
@@ -139,7 +139,7 @@ class CompactStates(Technique, Settings):
     def step(
         self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
     ) -> Any:
-        """Step as Lightning does, and log where states are stored once that is decided."""
+        """Step as Lightning does, and log once where the states are stored, after that is decided."""
         result = proceed(optimizer, closure, **options)
         if self._settles and not self._will_settle(ctx.strategy.optimizers):
             self._settles = False

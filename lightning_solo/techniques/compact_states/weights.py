@@ -34,7 +34,7 @@ class WeightSplit:
         self._building = building
 
     def loading(self) -> AbstractContextManager[Any]:
-        """Return a context in which weights are loaded one by one, in fp32, into weights that are split."""
+        """Return a context for loading fp32 weights into a module whose weights are split, one weight at a time."""
         return self._building or nullcontext()
 
     def split(self, module: nn.Module, bits: int | str, splits: Callable[[Tensor], bool], *, to_bf16: bool) -> None:
@@ -63,11 +63,11 @@ class WeightSplit:
         return corrections
 
     def settle(self) -> None:
-        """Drop the corrections: optimizers have them, or none are needed."""
+        """Drop the corrections once the optimizers have them, or if they aren't needed."""
         self.corrections, self._parts = {}, set()
 
     def join(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make weights fp32 again after a failed set-up; on the host, since the device may lack the memory."""
+        """Make weights fp32 again after a failed set-up, on the host, since the device may lack the memory."""
         building, self._building = self._building, None
         if building is not None:
             building.join(torch.device("cpu"))

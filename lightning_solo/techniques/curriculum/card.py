@@ -51,7 +51,7 @@ class Settings(TechniqueSettings):
 
 
 def _steps_unknown(settings: Settings, configuration: Configuration) -> str | None:
-    """Refuse to choose items by steps if the batches of a step aren't known when the items are drawn."""
+    """Refuse ``pace: steps`` if the number of batches in a step isn't known when items are drawn."""
     if settings.by == SEQUENCES or settings.pace != "steps":
         return None
     for chosen in configuration.techniques:

@@ -31,10 +31,10 @@ LOOKED_AT = 10
 class Curriculum(Technique, Settings):
     """Begins training with the easiest items or with short sequences, and adds the rest until ``duration``.
 
-    By difficulty the loader draws each batch from the easiest items, a share of all items that grows from ``start`` to
-    1. An epoch has as many batches as without a curriculum; until the share is 1, an item may come several times in an
-    epoch, or never. By ``"sequence_length"`` the batches of any loader are cut on the device to a share of the longest
-    sequence so far; shorter ones are unchanged.
+    If ``by`` is a difficulty, the loader draws each batch from the easiest items, a share of all items that grows from
+    ``start`` to 1. An epoch has as many batches as without a curriculum; until the share is 1, an item may come several
+    times in an epoch, or never. If ``by`` is ``"sequence_length"``, the batches of any loader are cut on the device to
+    a share of the longest sequence so far; shorter ones are unchanged.
 
     Draws depend only on the seed, the position in training and the difficulties, so a resumed run has the batches of
     an uninterrupted one, with any number of workers. Losses are measured at the start of training, and whenever
@@ -119,7 +119,7 @@ class Curriculum(Technique, Settings):
         return with_batches(loader, batches)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Log the cuts, and warn of a duration that ends after training."""
+        """Log the cuts, and warn if the curriculum ends after training."""
         if self.by == SEQUENCES and self.ctx is not None:
             self.ctx.info(
                 f"curriculum: sequences are cut, at first to {self.start:.0%} of the longest so far; they are whole"
@@ -207,7 +207,7 @@ class Curriculum(Technique, Settings):
     # --- sequences ---
 
     def _cutting(self, move: Callable[..., Any]) -> Callable[..., Any]:
-        """Return Lightning's move of a batch to the device, followed by a cut."""
+        """Return a function that moves a batch to the device by ``move``, then cuts it."""
         return lambda *args, **kwargs: self._cut(move(*args, **kwargs))
 
     def _cut(self, batch: Any) -> Any:
@@ -239,7 +239,7 @@ class Curriculum(Technique, Settings):
         return cut
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse sequences too short to be cut, also after few batches."""
+        """Refuse sequences that are too short to be cut, also if training ended after few batches."""
         if self._came:
             self._require_cuts()
 
@@ -295,7 +295,7 @@ class Curriculum(Technique, Settings):
         return {"begun": self._begun, "losses": self._losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue as the saved run.
+        """Continue from the saved run's position.
 
         Raises:
             CheckpointError: the saved run had another ``by``.
@@ -316,9 +316,9 @@ class Curriculum(Technique, Settings):
 
 
 def kept_length(share: float, longest: int, multiple: int) -> int:
-    """Return the length to cut to: at least a share of the longest; the difference is a multiple of ``multiple``.
+    """Return the length to cut to: at least a share of the longest, and less than it by a multiple of ``multiple``.
 
-    So lengths suit kernels as well as the longest does: 128, or 129 for a module that shifts by one.
+    So the length suits kernels as well as the longest one does: 128, or 129 for a module that shifts by one.
 
     >>> [kept_length(share, 129, 8) for share in (0.01, 0.5, 0.6, 1.0)]
     [9, 65, 81, 129]

@@ -76,7 +76,7 @@ class FusedKernels(Technique, Settings):
 
 
 def check_found(computations: Mapping[str, Computation], left_out: Mapping[str, str], wanted: Sequence[str]) -> None:
-    """Check that some layer can use each kernel that was asked for.
+    """Check that each requested kernel can be used by at least one layer.
 
     Raises:
         NothingToDoError: no layer can; the message names the kernels, and layers that look similar.

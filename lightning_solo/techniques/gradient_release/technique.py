@@ -46,10 +46,10 @@ class GradientRelease(Technique, Settings):
         return self._release
 
     def transform(self, ctx: Run) -> None:
-        """Refuse gradients that are scaled until the step.
+        """Refuse a precision that scales gradients until the step.
 
         Raises:
-            ConflictError: the precision is 16-mixed; names what to write.
+            ConflictError: the precision is 16-mixed; the message says what to write.
         """
         if ctx.precision == "16-mixed":
             raise ConflictError(SCALED)
@@ -90,7 +90,7 @@ class GradientRelease(Technique, Settings):
         return optimizers
 
     def _look_at_hooks(self, ctx: Run) -> bool:
-        """Warn of hooks that find no gradients, and return whether the module clips by hand."""
+        """Warn of hooks that will find no gradients; return whether the module overrides Lightning's clipping."""
         overridden = part(ctx.home, "utilities.model_helpers").is_overridden
         for hook in ("on_after_backward", "on_before_optimizer_step"):
             if overridden(hook, ctx.module):

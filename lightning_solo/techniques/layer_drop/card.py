@@ -21,7 +21,7 @@ class Settings(TechniqueSettings):
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan all blocks as running: two steps are traced, and all optimizer states exist after a few more."""
+    """Plan a run without skipped blocks: all blocks must have run before all optimizer states exist."""
     assumption = (
         f"layer_drop isn't planned: a run keeps the activations of {settings.count} blocks less, and takes less time by"
         " theirs"

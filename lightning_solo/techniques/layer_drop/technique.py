@@ -24,7 +24,7 @@ class LayerDrop(Technique, Settings):
     """Skips ``count`` of the model's blocks in each ``training_step``, so that memory and time are constant.
 
     Each block is skipped equally often on average. The seed of the draws is torch's when the first fit begins. It is
-    saved in checkpoints, so that a resumed run draws as an undisturbed one.
+    saved in checkpoints, so that a resumed run draws the same blocks as an uninterrupted one.
 
     Raises:
         PresetError: An argument is ill-formed.

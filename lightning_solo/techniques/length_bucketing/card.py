@@ -25,7 +25,7 @@ class Settings(TechniqueSettings):
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan the given batch, as an assumption of the plan."""
+    """Plan the given batch unchanged; the plan names this as an assumption."""
     assumption = "length_bucketing: planned for the given batch; give one of the longest items"
     return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
 

@@ -1,4 +1,4 @@
-"""Upper bounds of the seconds that each option of a loader would save, from the seconds of a fit without it."""
+"""Upper bounds of the seconds that each option of a loader would save, from the times measured in a fit without it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Loading:
     """How a loader, or several together, loads.
 
     Attributes:
-        workers: the smallest number among the loaders; None if no loader can have workers.
+        workers: the smallest ``num_workers`` of the loaders; None if no loader can have workers.
         ahead: whether batches are loaded during earlier steps.
         starts_workers: whether workers start with each epoch.
         prefetched: whether the batches of all loaders are prefetched.
@@ -52,9 +52,9 @@ class Saving:
 
     Attributes:
         option: ``num_workers``, ``pin_memory``, ``persistent_workers``, ``caching`` or ``prefetch``.
-        write: its spelling in code.
+        write: code that sets the option.
         seconds: largest possible saving.
-        share: of ``seconds`` in the measured training.
+        share: share of ``seconds`` in the measured training time.
     """
 
     option: str

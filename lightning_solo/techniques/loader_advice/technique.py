@@ -23,8 +23,8 @@ class LoaderAdvice(Technique, Settings):
     tried. The first batch and validations are left out. On a GPU the seconds are the device's idle times.
 
     Attributes:
-        times: of the last fit; None before the first, and for fewer than two batches.
-        savings: of the last fit, including those below ``min_share``; the largest first.
+        times: times of the last fit; None before the first fit, or after one of fewer than two batches.
+        savings: savings in the last fit, including those below ``min_share``; the largest first.
 
     Raises:
         PresetError: an argument is out of range.
@@ -110,7 +110,7 @@ class LoaderAdvice(Technique, Settings):
 
 
 class _Timed:
-    """A timed ``collate_fn`` with the attributes of the user's function, which its copies and pickles become."""
+    """A timed ``collate_fn`` with the attributes of the user's function. Copies and pickles are the user's function."""
 
     def __init__(self, advice: LoaderAdvice, collate_fn: Any) -> None:
         vars(self).update(_advice=advice, _collate_fn=collate_fn)

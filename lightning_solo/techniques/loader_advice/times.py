@@ -27,10 +27,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """A CUDA device's clock: a moment is the time at which the device has done all work launched before.
+    """A CUDA device's clock: a mark is the time at which the device finishes all work launched so far.
 
-    While the host waits for a batch, the device may still work. So the seconds between the moments before and after
-    the wait are those in which the device was idle.
+    While the host waits for a batch, the device may still be working. So the seconds between a mark before the wait and
+    one after it are those in which the device was idle.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,14 +58,14 @@ class Times:
 
     Attributes:
         batches: number of trained batches.
-        total_s: of all these batches.
-        wait_s: in which the device was idle and waited for a batch.
-        copy_s: for the batches' copies to the device.
-        start_s: for the start of workers, if they start with each epoch.
-        first_s: for the first batch of an epoch, if workers start with it.
-        validation_s: of validations; not part of the total.
-        load_s: of the host in the loader, if it loads in the training thread; else 0.
-        collate_s: part of ``load_s`` in ``collate_fn``.
+        total_s: seconds of all these batches.
+        wait_s: seconds in which the device was idle and waited for a batch.
+        copy_s: seconds of the batches' copies to the device.
+        start_s: seconds in which workers were started, if they start with each epoch.
+        first_s: seconds of waiting for the first batch of an epoch, if workers start with it.
+        validation_s: seconds of validations; not part of the total.
+        load_s: seconds of the host in the loader, if it loads in the training thread; else 0.
+        collate_s: the part of ``load_s`` that is spent in ``collate_fn``.
         is_pageable: whether batches are copied to a GPU from host memory that isn't pinned.
     """
 

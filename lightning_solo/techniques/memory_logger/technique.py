@@ -88,7 +88,7 @@ class MemoryLogger(Callback, Settings):
         return self.per_phase
 
     def log_categories(self, steps: int = 1) -> None:
-        """Log the peak of the next ``steps`` optimizer steps by category; within a step, starting after it.
+        """Log the peak of the next ``steps`` optimizer steps by category; a step that has begun doesn't count.
 
         Raises:
             PresetError: ``steps`` is out of range.
@@ -156,7 +156,7 @@ class MemoryLogger(Callback, Settings):
             self._log(trainer, counted)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop counting, since a batch may have been skipped with the rest of its epoch, and then it has no end."""
+        """Stop counting: if ``training_step`` skipped the rest of the epoch, no hook ended its last batch."""
         self._categories.leave()
 
     on_train_epoch_end = on_validation_start
@@ -176,7 +176,7 @@ class MemoryLogger(Callback, Settings):
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log a run that is not a fit."""
+        """Log the memory, if the run is not a fit."""
         if self._stage != "fit":
             self._log(trainer)
 

@@ -122,7 +122,7 @@ class MemorySnapshot(Callback, Settings):
     # --- what ---
 
     def _keep(self, trainer: Trainer, pl_module: LightningModule, what: str) -> None:
-        """Take a snapshot, describe it and write both; a peak replaces the previous one."""
+        """Take a snapshot, and write it with its description; a peak's files replace those of the previous peak."""
         snapshot = torch.cuda.memory._snapshot()
         index = (self._device.index if self._device is not None else 0) or 0
         moment = moment_of_oom(snapshot, index) if what == "oom" else None

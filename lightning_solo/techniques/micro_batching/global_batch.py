@@ -12,7 +12,7 @@ class GlobalBatch:
     """The samples of an optimizer step, and the number of batches that hold them.
 
     Args:
-        samples: in an optimizer step; None if ``accumulate_grad_batches`` sets the number of batches.
+        samples: samples in an optimizer step; None if ``accumulate_grad_batches`` sets the number of batches.
 
     Attributes:
         factor: batches in a step; None until it is known.

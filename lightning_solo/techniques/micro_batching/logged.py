@@ -15,7 +15,7 @@ class Logged:
     """The calls of ``self.log`` in the parts of a batch.
 
     Attributes:
-        share: of the current part in the mean over the batch.
+        share: weight of the current part in the mean over the batch.
         calls: (share, value, options) of each call, by hook and name.
     """
 
@@ -29,11 +29,11 @@ class Logged:
         self.calls.setdefault((hook, name), []).append((self.share, value, options))
 
     def replay(self, log: Callable[..., None], samples: int | None) -> None:
-        """Log each name once, with the mean by the parts' shares, the sum or extreme, or the metric.
+        """Log each name once, with the parts' weighted mean, their sum, minimum or maximum, or the metric.
 
         Args:
-            log: Lightning's own.
-            samples: of the batch, for means over an epoch; None if Lightning is to count them.
+            log: Lightning's own function.
+            samples: samples in the batch, for means over an epoch; None if Lightning is to count them.
         """
         for (hook, name), calls in self.calls.items():
             _, value, options = calls[-1]
@@ -76,7 +76,7 @@ def weighted_mean(values: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 def merged_outputs(
     outputs: Sequence[dict[str, Any]], shares: Sequence[float], samples: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the outputs of ``training_step`` besides the loss: rows of samples are joined, numbers averaged."""
+    """Return the outputs of ``training_step`` without the loss: tensors per sample are joined, numbers averaged."""
     if len(outputs) == 1:
         return outputs[0]
     whole: dict[str, Any] = {}

@@ -89,7 +89,7 @@ class MicroBatching(Technique, Settings):
     # --- a fit ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuse other settings of the batches per step, and make the Trainer count steps by ``global_batch``."""
+        """Refuse conflicting settings of the batches per step, and make the Trainer count steps by ``global_batch``."""
         joins = stage == "fit" and self.ctx is None
         if joins and self.global_batch is not None:
             refuse_callbacks("callback.micro_batching", resources(CARD.owns, self), trainer.callbacks)
@@ -229,10 +229,10 @@ class MicroBatching(Technique, Settings):
         return result
 
     def _batches_counted(self, ctx: Run) -> int:
-        """Return the number of batches that the window counts as.
+        """Return the number of batches that the window is counted as.
 
-        This is the factor, even for a short window, so that no other code corrects its mean. If the checkpoint already
-        has the gradient of some batches, it is the number of the others.
+        This is the factor, even for a short window, so that no other code corrects its mean. If a checkpoint restored
+        the gradient of some batches, it is the number of the remaining ones.
         """
         return len(self._window) if self._counted else ctx.window.factor
 
@@ -315,7 +315,7 @@ class MicroBatching(Technique, Settings):
         """Run a few samples of the first batch together and in parts, and compare the results.
 
         Raises:
-            ConflictError: loss or gradients differ, or the strategy can't undo a backward.
+            ConflictError: the losses or gradients differ, or the strategy can't undo a backward.
         """
         assert self._gradients is not None  # set in loss
         if not ctx.window.repeats:

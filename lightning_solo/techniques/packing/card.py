@@ -26,7 +26,7 @@ class Settings(TechniqueSettings):
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan the given batch, as an assumption of the plan."""
+    """Plan the given batch unchanged; the plan names this as an assumption."""
     most = settings.capacity or "the longest document's"
     assumption = f"packing: planned for the given batch; a packed row has at most {most} tokens"
     return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))

@@ -22,10 +22,11 @@ _HOST_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
 class Prefetch(Technique, Settings):
     """Loads training batches ahead of their step, and copies them to the device on a separate stream.
 
-    Batches, their order and the weights are those of a run without it. A thread iterates over the loader. Batches that
-    are loaded but not yet trained on don't count in a stateful loader's checkpoint, so a resumed run trains on them. If
-    a module or data module overrides ``on_before_batch_transfer`` or ``transfer_batch_to_device``, batches are loaded
-    ahead on the host, and transferred when they are due. ``on_after_batch_transfer`` always runs when a batch is due.
+    Batches, their order and the trained weights are the same as without it. A thread iterates over the loader. Batches
+    that are loaded but not yet trained on don't count in a stateful loader's checkpoint, so a resumed run trains on
+    them. If a module or data module overrides ``on_before_batch_transfer`` or ``transfer_batch_to_device``, batches are
+    loaded ahead on the host, and transferred when they are due. ``on_after_batch_transfer`` always runs when a batch is
+    due.
 
     Raises:
         PresetError: an argument is out of range.

@@ -1,4 +1,4 @@
-"""Regional compilation: each repeated block of a model is compiled, once for all equal ones."""
+"""Regional compilation: a model's repeated blocks are compiled; blocks that are built alike share the compiled code."""
 
 from __future__ import annotations
 

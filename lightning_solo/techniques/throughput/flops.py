@@ -29,7 +29,7 @@ def eager_flop_counter() -> Iterator[FlopCounterMode]:
 
 
 class CountedOnce:
-    """Replaces an object's method until its next call, and gives the FLOPs of that call to ``receive``."""
+    """Replaces an object's method until its next call, and passes the FLOPs of that call to ``receive``."""
 
     def __init__(self, owner: Any, name: str, receive: Callable[[int], None]) -> None:
         self.receive: Callable[[int], None] | None = receive

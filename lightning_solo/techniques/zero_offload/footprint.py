@@ -33,7 +33,7 @@ def layout_for(settings: Settings, sizes: Sizes, precision: str, accumulation: i
 
 
 def footprint(settings: Settings, request: Request, plain: Footprint) -> Footprint | None:
-    """Return the peak bytes on device and host, the engine's start included; None if it can't train this."""
+    """Return the peak bytes on device and host, the engine's start included; None if the engine can't train it."""
     precision = request.precision or "32-true"
     if precision not in WEIGHT_BYTES or not request.sizes.trainable:
         return None

@@ -375,7 +375,7 @@ class ZeroOffloadStrategy(Base, Settings):
 
     @property
     def _saved(self) -> EngineRun | None:
-        """The run that has the weights: the present one, or the last training run."""
+        """The run whose weights are saved: the current one, or the last training run."""
         return self._run or self._fitted
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -391,7 +391,7 @@ class ZeroOffloadStrategy(Base, Settings):
         return run.optimizer_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one plain file, and with ``save_engine_directory`` DeepSpeed's directory next to it."""
+        """Write the checkpoint as one file; with ``save_engine_directory`` write DeepSpeed's directory next to it."""
         left_out = frozen_names(self._module) if self.exclude_frozen_parameters else []
         checkpoint["zero_offload"] = {"left_out": left_out, **(self._saved.counters() if self._saved else {})}
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
@@ -414,7 +414,7 @@ class ZeroOffloadStrategy(Base, Settings):
         shutil.rmtree(f"{filepath}.deepspeed", ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a plain file of any strategy; ``weights_only`` is True by default.
+        """Read a checkpoint of one file, saved under any strategy; ``weights_only`` is True by default.
 
         Raises:
             CheckpointError: the path is a directory of DeepSpeed's engine.
