@@ -70,9 +70,9 @@ class Rollback:
         for register, names in zip(self._registers, self._registered, strict=True):
             for name in register.keys() - names:
                 del register[name]
-        known = {*self._modules.values()}
+        known = {*map(id, self._modules.values())}  # the hash of a metric changes with its state
         for path, module in self._module.named_modules():
-            if module not in known and module._buffers:
+            if id(module) not in known and module._buffers:
                 raise ConflictError(
                     f"{path} has taken the place of another module, and its buffers can't be put back after a step that"
                     " ran out of memory: resume from the last checkpoint with a smaller micro-batch"
@@ -206,8 +206,9 @@ class _Values:
 
     def _give_up_constants(self) -> None:
         changed = [place for place, _ in self._changed_constants()]
+        numbers = {*map(id, changed)}  # equality of two places would compare all values of their owners
         self._changing = self._changing + changed
-        self._take_as_constant([place for place in self._constant if place not in changed])
+        self._take_as_constant([place for place in self._constant if id(place) not in numbers])
 
     def restore(self) -> None:
         if self._saves == 1:

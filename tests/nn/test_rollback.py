@@ -348,6 +348,30 @@ def test_metrics_that_share_their_states() -> None:
     assert disturbed.compute() == calm.compute()
 
 
+def test_clones_of_metrics_are_told_apart() -> None:
+    """Collections of equal content, of which one is updated in steps, and another one between them, by validations."""
+    of_three = {"num_classes": 3, "average": "none"}
+    kinds = torchmetrics.classification.MulticlassAccuracy, torchmetrics.classification.MulticlassF1Score
+    first = torchmetrics.MetricCollection([kind(**of_three) for kind in kinds])
+    module = nn.ModuleList([first.clone(f"{name}/") for name in ("train", "val", "test")])
+    rollback = Rollback(module, CPU)
+    answers, targets = torch.tensor([0, 1, 2]), torch.tensor([0, 2, 2])
+    for step in range(6):
+        rollback.save()
+        updated = (0, 2) if step > 3 else (0,)  # the last collection for the first time
+        for restores in (True, False) if step > 3 else (False,):
+            for which in updated:
+                module[which].update(answers, targets)
+            if restores:
+                rollback.restore()
+        if step % 2:
+            module[1].update(answers, targets)
+            module[1].compute()
+            module[1].reset()
+    assert [each.update_count for collection in module for each in collection.values()] == [6, 6, 0, 0, 2, 2]
+    assert [int(each.tp.sum()) for each in module[2].values(copy_state=False)] == [4, 4]
+
+
 def test_expanded_buffers_which_nothing_writes_to() -> None:
     module = nn.BatchNorm1d(2)
     module.register_buffer("mask", torch.ones(1, 4).expand(3, 4))

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as lightning_pytorch
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
@@ -506,6 +507,15 @@ def test_compiled_blocks_are_refused(home, make_trainer):
     module.net.blocks[1].compile(backend="eager")
     with pytest.raises(ConflictError, match=mentions("budget=0.5", "net.blocks.1", "budget=None")):
         fitted(home, make_trainer, ActivationCheckpointing(budget=0.5), module=module)
+
+
+@pytest.mark.filterwarnings("ignore:activation checkpointing saves nothing")
+def test_a_compiled_part_beside_the_blocks_is_allowed(home, make_trainer):
+    """It has a metric, which equals every module."""
+    module = regression(home, Stack(BLOCKS, WIDTH))
+    module.net.head.metric = torchmetrics.MeanMetric()
+    module.net.head.compile(backend="eager")
+    fitted(home, make_trainer, ActivationCheckpointing(budget=0.5), module=module)
 
 
 def test_results_inside_blocks_and_whole_blocks_are_not_chosen_both():

@@ -329,6 +329,52 @@ def test_token_losses_equal_those_of_the_undivided_batch(lengths: list[int], siz
     assert plain.losses == pytest.approx(split.losses, abs=1e-10)
 
 
+class Measured(L.LightningModule):
+    """A classifier with cloned collections of metrics, of training, validation and test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(8, 3)
+        kinds = torchmetrics.classification.MulticlassAccuracy, torchmetrics.classification.MulticlassF1Score
+        metrics = torchmetrics.MetricCollection([kind(num_classes=3, average=None) for kind in kinds])
+        self.train_metrics, self.val_metrics, self.test_metrics = (
+            metrics.clone(f"{name}/") for name in ("train", "val", "test")
+        )
+        self.seen: list[dict[str, Tensor]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.measured(batch, self.train_metrics)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.measured(batch, self.val_metrics)
+
+    def measured(self, batch: Any, metrics: Any) -> Tensor:
+        logits, targets = self.layer(batch[0]), batch[1][:, 0].long().clamp(-1, 1) + 1
+        metrics.update(logits, targets)
+        return nn.functional.cross_entropy(logits, targets)
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append({**self.train_metrics.compute(), **self.val_metrics.compute()})
+        self.val_metrics.reset()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def test_cloned_metrics_are_those_of_the_undivided_batch(make_trainer: Make) -> None:
+    runs = []
+    for techniques in ([], [MicroBatching(3)]):
+        module = Measured()
+        trainer = make_trainer(L, callbacks=techniques, max_epochs=2, val_check_interval=2)
+        trainer.fit(module, loader(6, 8), loader(2, 8, seed=2))
+        runs.append(module.seen)
+    whole, split = runs
+    assert len(whole) == len(split) == 6
+    assert not torch.equal(whole[0]["val/MulticlassAccuracy"], whole[-1]["val/MulticlassAccuracy"])
+    torch.testing.assert_close(split, whole)
+
+
 # --- memory ---
 
 

@@ -96,11 +96,13 @@ class ActivationCheckpointing(Technique, Settings):
         self._first_step, self._loss_scale = trainer.global_step, 0.0
         if self._batches is None:
             return
-        blocks = self._wrapped.values()
+        blocks = {id(block) for block in self._wrapped.values()}
+        inside = {id(part) for block in self._wrapped.values() for part in block.modules()}
         for name, part in pl_module.named_modules():
-            if not is_compiled(part) or (part in blocks and is_compiled_alone(part)):
+            if not is_compiled(part) or (id(part) in blocks and is_compiled_alone(part)):
                 continue
-            if any(block in part.modules() or part in block.modules() for block in blocks):
+            # by identity: a metric equals every module
+            if id(part) in inside or any(id(each) in blocks for each in part.modules()):
                 raise ConflictError(
                     f"activation checkpointing: budget={self.budget} chooses single blocks, and"
                     f" {name or 'the whole module'} is compiled; write budget=None, or compile only these blocks, as"
