@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
 from lightning_solo.optim.adamw_state_dict import require_plain_states
 from lightning_solo.optim.window_gradients import warn_of_dropped_window
+from lightning_solo.seams.run import warn_of_short_epoch
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class PresetGuard(Callback):
         self._window_loaded = any("window" in state for state in checkpoint.get("optimizer_states", []))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse checkpoint states that this run's optimizers can't use; warn of a dropped window.
+        """Refuse checkpoint states that this run's optimizers can't use; warn of a dropped window or a short epoch.
 
         Raises:
             CheckpointError: the checkpoint was saved with compact states, and this run has none.
@@ -78,6 +79,8 @@ class PresetGuard(Callback):
         for optimizer in trainer.optimizers:
             require_plain_states(optimizer)
         run = getattr(trainer.strategy, "solo_run", None)
+        if run is None:  # a run with techniques warns itself, since they may change the factor
+            warn_of_short_epoch(trainer)
         releases = run is not None and run.window.gradients_saved and not run.window.gradients_stay
         if self._window_loaded and not releases:  # gradient release has loaded the window, or has warned
             warn_of_dropped_window()

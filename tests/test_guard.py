@@ -235,3 +235,23 @@ def test_advice_that_fails_does_not_hide_the_error(
     with pytest.raises(BudgetError, match=r"^missing$"):
         fit(home, make_trainer(home, strategy=too_small(home, BudgetError("missing")), callbacks=[guard]))
     assert "presets" in caplog.text
+
+
+@pytest.mark.parametrize("with_technique", [False, True])
+def test_epoch_with_fewer_batches_than_a_step_takes_is_warned_of(
+    home: ModuleType, make_trainer: Callable[..., Any], with_technique: bool
+) -> None:
+    overrides = ["+callback=gradient_release"] if with_technique else []
+    promised = solo.trainer_kwargs("bf16", [*overrides, "accumulate_grad_batches=3"], lightning=home.__name__)
+    with pytest.warns(UserWarning, match=mentions("takes 3 batches", "only 2", "at most 2 batches")) as caught:
+        fit(home, make_trainer(home, max_epochs=2, **promised))
+    assert sum("takes 3 batches" in str(each.message) for each in caught) == 1
+
+
+def test_full_windows_are_not_warned_of(home: ModuleType, make_trainer: Callable[..., Any]) -> None:
+    promised = solo.trainer_kwargs("bf16", ["accumulate_grad_batches=2"], lightning=home.__name__)
+    trainer = make_trainer(home, max_epochs=2, **promised)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "an optimizer step takes")
+        fit(home, trainer)
+    assert trainer.global_step == 2

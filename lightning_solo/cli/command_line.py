@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.callbacks import Callbacks
@@ -32,7 +33,7 @@ from lightning_solo.presets.compose import (
     hydra_of_our_own,
     to_plain,
 )
-from lightning_solo.presets.files import check_choice, conf_folder, preset_files, user_conf_folder
+from lightning_solo.presets.files import check_choice, check_file, conf_folder, preset_files, user_conf_folder
 from lightning_solo.presets.overrides import marks_of, parse_override, refuse_twice
 from lightning_solo.presets.parse import FIELDS, PRECISIONS, check_object, parse_configuration, unknown_field
 from lightning_solo.presets.registry import target_of
@@ -309,6 +310,8 @@ def _check_choice(group: str, choice: object) -> None:
         raise PresetError(
             f"{group}={choice}: no {what} of that name{nearest(str(choice), there)}there are {', '.join(there)}"
         )
+    if group == "solo":
+        check_file(choice)
 
 
 def check_root(folder: Path) -> None:
@@ -332,10 +335,17 @@ def check_root(folder: Path) -> None:
 
 
 def compose_application(overrides: Sequence[str]) -> DictConfig:
-    """Return the application's composed configuration with its section `hydra`."""
+    """Return the application's composed configuration with its section `hydra`.
+
+    Raises:
+        PresetError: a file isn't YAML; names it.
+    """
     with hydra_of_our_own(), initialize_config_dir(str(conf_folder() / "app"), **VERSION_BASE):
         everything = [*search_path_override(overrides), *overrides]
-        return hydra_compose(config_name="train", overrides=everything, return_hydra_config=True)
+        try:
+            return hydra_compose(config_name="train", overrides=everything, return_hydra_config=True)
+        except yaml.YAMLError as error:
+            raise PresetError(f"a configuration file can't be read: {error}") from error
 
 
 def refusal(error: Exception, overrides: Sequence[str]) -> SoloError:

@@ -21,8 +21,7 @@ from lightning_solo.planner.device import CPU
 from lightning_solo.planner.plan import Plan, as_fast
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
-from lightning_solo.presets.compose import compose
-from lightning_solo.presets.files import preset_files
+from lightning_solo.presets.compose import compose, compose_all
 from lightning_solo.units import format_bytes
 
 DIFFERENCE = 0.10  # largest relative difference of reading and plan without a message
@@ -109,11 +108,10 @@ def candidates(
     """
     configs: dict[str, Configuration] = {}
     refused: dict[str, str] = {}
-    names = [name for name in preset_files() if name != "auto"] if presets is None else list(presets)
-    for name in names:
-        preset = compose(name, allow=allow)
+    known = compose_all(allow=allow) if presets is None else {name: compose(name, allow=allow) for name in presets}
+    for name, preset in known.items():
         if preset.auto is not None:
-            raise PresetError(f"auto.presets={names}: auto chooses among other presets; drop {name}")
+            raise PresetError(f"auto.presets={[*known]}: auto chooses among other presets; drop {name}")
         if preset.accumulates:
             refused[name] = "its optimizer step takes several micro-batches, which is another global batch"
             continue
@@ -128,7 +126,7 @@ def candidates(
             precision=config.precision,
             accumulate_grad_batches=config.accumulate_grad_batches,
         )
-        same = next((other for other, known in configs.items() if known == candidate), None)
+        same = next((other for other, seen in configs.items() if seen == candidate), None)
         try:
             candidate.check()
             check(candidate)
@@ -141,7 +139,7 @@ def candidates(
             configs[name] = configs.pop(same)
     if not configs:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise PresetError(f"auto: none of {', '.join(names)} can be chosen: {reasons}")
+        raise PresetError(f"auto: none of {', '.join(known)} can be chosen: {reasons}")
     return configs
 
 

@@ -16,9 +16,8 @@ from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.fake_modules import stripped
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
 from lightning_solo.planner.worker import WORKER, PlanRequest
-from lightning_solo.presets.compose import compose
+from lightning_solo.presets.compose import compose, compose_all
 from lightning_solo.presets.devices import budget_bytes, budget_on
-from lightning_solo.presets.files import preset_files
 
 
 def plan(
@@ -111,9 +110,9 @@ def _configs(
         configs: Mapping[str, Configuration] = {name: compose(preset, overrides, allow=allow)}
     elif isinstance(presets, Mapping):
         configs = presets
+    elif presets == "all":
+        configs = compose_all(overrides, allow=allow)
     else:
-        if presets == "all":
-            presets = [name for name in preset_files() if name != "auto"]
         names = [presets] if isinstance(presets, str) else presets
         configs = {name: compose(name, overrides, allow=allow) for name in names}
     if not configs:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.errors import ConflictError, PresetError, SoloError
 from lightning_solo.presets.files import check_file, conf_folder, preset_files, user_conf_folder, written_fields
 from lightning_solo.presets.overrides import apply_override, is_choice, marks_of, parse_overrides
 from lightning_solo.presets.parse import UNSET, PresetSchema, parse_configuration
@@ -60,6 +60,28 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
         raise ConflictError(f"presets {' and '.join(preset)}: {error}, or drop {' or '.join(preset)}") from error
 
 
+def compose_all(overrides: Sequence[str] = (), *, allow: Sequence[str] = ()) -> dict[str, Configuration]:
+    """Return name -> configuration of every preset but ``auto``; a file that can't be used is left out with a warning.
+
+    Raises:
+        PresetError: an override doesn't apply to one of them.
+    """
+    configs = {}
+    for name, path in preset_files().items():
+        if name == "auto":
+            continue
+        try:
+            configs[name] = compose(name, overrides, allow=allow)
+        except SoloError:
+            try:
+                compose(name, allow=allow)
+            except SoloError as error:
+                warnings.warn(f"{path} is left out: {error}", stacklevel=2)
+            else:
+                raise
+    return configs
+
+
 def compose_yaml(preset: Preset, overrides: Sequence[Override] = ()) -> dict[str, Any]:
     """Return the fields of a preset with overrides as plain containers; `parse_configuration` checks them.
 
@@ -84,8 +106,9 @@ def compose_yaml(preset: Preset, overrides: Sequence[Override] = ()) -> dict[str
             _refuse_mandatory(name, file, fields, values)
     elif preset is None:  # the cfg.solo of a Hydra application that has not chosen a preset
         raise PresetError(
-            "preset=None: no preset is chosen; in a Hydra application write `- solo: bf16` in the defaults list, or on"
-            f" the command line +solo=bf16 where that list has no solo; there are {', '.join(preset_files())}"
+            "preset=None: no preset is chosen; write 'baseline' to change nothing. In a Hydra application write"
+            " `- solo: bf16` in the defaults list, or +solo=bf16 on the command line if that list has no solo; there are"
+            f" {', '.join(preset_files())}"
         )
     else:
         raise PresetError(f"preset={preset!r}: must be a name, a list of names or a mapping of fields (cfg.solo)")

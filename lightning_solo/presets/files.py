@@ -70,7 +70,7 @@ def names_in(text: str) -> str | list[str]:
 
 def describe(path: Path) -> str:
     """Return the first line of a preset's file: its purpose and its device."""
-    first = path.read_text(encoding="utf-8-sig").partition("\n")[0]
+    first = path.read_text(encoding="utf-8-sig", errors="replace").partition("\n")[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 

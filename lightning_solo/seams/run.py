@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
@@ -41,6 +42,7 @@ class Window:
         self._trainer = trainer
         self._counted = False
         self._latest: tuple[int, int] | None = None  # epoch and index of the latest batch
+        self._warned = False
         self.held = 0.0
         self.weight = 1.0
         self.varies = False
@@ -79,12 +81,28 @@ class Window:
         self._counted = False
         if self.begins(batch_idx):
             self.held = 0.0
+            if not self._warned:
+                self._warned = warn_of_short_epoch(self._trainer)
         self._latest = self._trainer.current_epoch, batch_idx
 
     def count(self) -> None:
         """Add the weight of the current micro-batch, once."""
         self.held += 0 if self._counted else self.weight
         self._counted = True
+
+
+def warn_of_short_epoch(trainer: Any) -> bool:
+    """Warn if an epoch has fewer batches than an optimizer step takes; return whether it has."""
+    factor, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+    if factor <= batches or trainer.fast_dev_run:
+        return False
+    warnings.warn(
+        f"an optimizer step takes {factor} batches, but an epoch has only {batches}: each epoch is one step of"
+        f" {batches} batches. Set at most {batches} batches per step (accumulate_grad_batches, or the milestones or"
+        " global_batch of a technique), or train on more data",
+        stacklevel=2,
+    )
+    return True
 
 
 class Run:

@@ -213,3 +213,14 @@ def test_marks_of_the_documentation_are_not_printed(arguments: list[str], capsys
     out = capsys.readouterr().out
     assert "of count blocks" in out
     assert "``" not in out
+
+
+@pytest.mark.parametrize("content", [b"precision: [bf16\n", b"\xff\xfe\x00"])
+def test_unreadable_preset_is_named(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conf" / "solo").mkdir(parents=True)
+    (tmp_path / "conf" / "solo" / "mine.yaml").write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PresetError, match=mentions("can't be read", "mine.yaml")):
+        check_command_line(["solo=mine"])
+    check_command_line(["solo=bf16"])
+    assert "mine" in call(tmp_path, "presets")

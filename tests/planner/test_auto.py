@@ -145,10 +145,10 @@ def test_a_preset_with_a_caveat_is_a_candidate_only_by_name(
     preset_with_caveat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ["bf16", preset_with_caveat, "zero_offload"]
-    monkeypatch.setattr(auto, "preset_files", lambda: dict.fromkeys(names))
+    monkeypatch.setattr(auto, "compose_all", lambda allow: {name: compose(name) for name in names})
     assert list(candidates(compose("auto"), lambda config: None, None, ())) == ["bf16", "zero_offload"]
     assert list(candidates(compose("auto"), lambda config: None, names, ())) == names
-    monkeypatch.setattr(auto, "preset_files", lambda: {preset_with_caveat: None})
+    monkeypatch.setattr(auto, "compose_all", lambda allow: {preset_with_caveat: compose(preset_with_caveat)})
     with pytest.raises(PresetError, match=mentions(f"{preset_with_caveat}: ", "some of the blocks", "auto.presets")):
         candidates(compose("auto"), lambda config: None, None, ())
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 import lightning_solo as solo
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import ConflictError, PresetError
-from lightning_solo.presets.compose import VERSION_BASE, compose, compose_yaml
+from lightning_solo.presets.compose import VERSION_BASE, compose, compose_all, compose_yaml
 from lightning_solo.presets.files import describe, preset_files
 from lightning_solo.presets.parse import FIELDS, PRECISIONS
 from tests.messages import lines_with, mentions, nearest
@@ -352,3 +352,23 @@ class TestLists:
     )
     def test_contradictions_are_refused(self, names: list[Any], error: type[Exception], words: str) -> None:
         assert words in refused(names, error=error)
+
+
+@pytest.mark.parametrize("content", [b"precision: [bf16\n", b"\xff\xfe\x00", b"precison: bf16\n"])
+def test_unusable_file_of_the_user_is_left_out_of_all_presets(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf" / "solo").mkdir(parents=True)
+    (tmp_path / "conf" / "solo" / "mine.yaml").write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match=mentions("mine.yaml is left out")):
+        configs = compose_all()
+    assert "mine" not in configs
+    assert {"bf16", "compact"} <= set(configs)
+    with pytest.raises(PresetError, match="mine|precison"):
+        compose("mine")
+
+
+def test_override_that_does_not_apply_to_all_presets_is_refused() -> None:
+    with pytest.raises(PresetError, match="precison"):
+        compose_all(["precison=bf16-mixed"])

@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -598,3 +599,26 @@ def test_state_is_plain_and_closed() -> None:
         schedule.load_state_dict({"factors": 3})
     with pytest.raises(CheckpointError, match="factor=0"):
         schedule.load_state_dict({"factor": 0})
+
+
+@pytest.mark.parametrize(
+    ("milestones", "by", "late"),
+    [
+        ([[0, 1], [2, 2]], "epoch", "[[2, 2]]"),
+        ([[0, 1], [7, 2], [8, 4]], "step", "[[8, 4]]"),
+        ([[0, 1], [1, 2]], "epoch", None),
+        ([[0, 2], [3, 1]], "step", None),
+    ],
+)
+def test_milestones_after_the_end_of_the_run_are_warned_of(
+    make_trainer: Any, home: Any, milestones: Any, by: str, late: str | None
+) -> None:
+    trainer = make_trainer(home, callbacks=[AccumulationSchedule(milestones, by=by)], max_epochs=2)
+    if late is None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*milestones=")
+            trainer.fit(regression(home), loader(4))
+    else:
+        with pytest.warns(UserWarning, match=mentions(f"milestones={late}", f"{by} ", "write earlier")):
+            trainer.fit(regression(home), loader(4))
+    assert trainer.current_epoch == 2

@@ -136,6 +136,7 @@ class AccumulationSchedule(Technique, Settings):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start with the schedule's factor, or with the checkpoint's factor and window."""
         self._begun = self._factor is not None
+        self._warn_of_milestones(trainer)
         if self._factor is None:
             self._begin_with(trainer, self._wanted(trainer), self._start)
         else:
@@ -144,6 +145,19 @@ class AccumulationSchedule(Technique, Settings):
         if self._resumed is not None:
             self._restore_window(trainer, self._resumed)
         self._resumed = None
+
+    def _warn_of_milestones(self, trainer: Any) -> None:
+        """Warn of milestones by epoch or optimizer step that the run ends before."""
+        ends = {"epoch": trainer.max_epochs, "step": trainer.max_steps}
+        if self.by == "step" and trainer.max_epochs != -1 and trainer.num_training_batches != math.inf:
+            ends["step"] = self._count_steps(trainer, trainer.max_steps)
+        end = ends.get(self.by, -1)
+        if end not in (None, -1) and (late := [list(each) for each in self.milestones if each[0] >= end]):
+            warnings.warn(
+                f"{OPTION}.milestones={late}: the run ends before them, with {self.by} {end - 1}; write earlier"
+                " milestones, or train longer",
+                stacklevel=2,
+            )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin a window if the last one has ended, with the factor of this position; weigh the batch."""
