@@ -107,8 +107,8 @@ def compose_yaml(preset: Preset, overrides: Sequence[Override] = ()) -> dict[str
     elif preset is None:  # the cfg.solo of a Hydra application that has not chosen a preset
         raise PresetError(
             "preset=None: no preset is chosen; write 'baseline' to change nothing. In a Hydra application write"
-            " `- solo: bf16` in the defaults list, or +solo=bf16 on the command line if that list has no solo; there are"
-            f" {', '.join(preset_files())}"
+            " `- solo: bf16` in the defaults list, or +solo=bf16 on the command line if that list has no solo;"
+            f" there are {', '.join(preset_files())}"
         )
     else:
         raise PresetError(f"preset={preset!r}: must be a name, a list of names or a mapping of fields (cfg.solo)")

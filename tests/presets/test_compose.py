@@ -365,7 +365,7 @@ def test_unusable_file_of_the_user_is_left_out_of_all_presets(
         configs = compose_all()
     assert "mine" not in configs
     assert {"bf16", "compact"} <= set(configs)
-    with pytest.raises(PresetError, match="mine|precison"):
+    with pytest.raises(PresetError, match=r"mine|precison"):
         compose("mine")
 
 
