@@ -39,7 +39,7 @@ def status(name: str) -> int:
 
 
 def forget_peak() -> None:
-    """Let VmHWM start anew."""
+    """Reset the peak of resident memory, VmHWM."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

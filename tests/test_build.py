@@ -72,7 +72,7 @@ def test_escaped_interpolation_makes_no_target(my_project: str, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("wrong", [{"_partial_": True}, {"_recursive_": False}])
-def test_what_is_no_callback_is_refused(my_project: str, wrong: dict[str, Any]) -> None:
+def test_target_that_is_no_callback_is_refused(my_project: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(solo.PresetError, match=r"Callback|_recursive_"):
         built({"_target_": f"{my_project}.Mine", **wrong}, my_project)
     with pytest.raises(solo.PresetError, match=mentions("Callback", "Inner")):

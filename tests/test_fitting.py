@@ -53,7 +53,7 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def every(config: Configuration) -> None:
-    """Let every preset through, as a machine on which all of them run."""
+    """Accept every preset, as on a machine that can run all of them."""
 
 
 def named(text: str) -> dict[str, str]:
@@ -107,7 +107,7 @@ def test_where_none_fits_the_nearest_is_the_one_that_lacks_least() -> None:
         ("flashoptim", "bf16-true", 2 + 1 + 2 + 2 * 2 / 32),
     ],
 )
-def test_what_other_libraries_keep_is_counted_by_their_own_sizes(back_end: str, precision: str, each: float) -> None:
+def test_states_of_other_libraries_are_counted_by_their_sizes(back_end: str, precision: str, each: float) -> None:
     gradient = 2 if precision == "bf16-true" else 4
     request = Request(Sizes((256_000,), (), 0), precision, 1, cuda=True)
     device = footprint(Settings(back_end=back_end), request, plain_footprint(request)).device
@@ -131,7 +131,7 @@ def test_released_gradients_that_accumulate_need_their_sum(name: str) -> None:
 
 
 @pytest.mark.usefixtures("once")
-def test_what_is_frozen_needs_its_weight_alone() -> None:
+def test_frozen_parameter_needs_only_its_weight() -> None:
     module = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 1000, bias=False))
     module[0].requires_grad_(False)
     module.register_buffer("table", torch.zeros(1000, 500))

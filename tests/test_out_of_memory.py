@@ -69,7 +69,7 @@ def test_anything_else(error: BaseException) -> None:
     assert not is_out_of_memory(error)
 
 
-def test_what_torch_itself_raises_on_the_host() -> None:
+def test_host_error_of_torch_is_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55)
     assert is_out_of_memory(caught.value)
@@ -88,12 +88,12 @@ def raised(error: BaseException, while_handling: BaseException, **cause: Any) ->
         return caught
 
 
-def test_what_it_was_raised_from_counts() -> None:
+def test_cause_of_an_error_counts() -> None:
     short, wrapped = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("the layer failed")
     assert is_out_of_memory(raised(ValueError("the step failed"), raised(wrapped, short, cause=short)))
 
 
-def test_what_was_handled_meanwhile_counts_unless_from_none() -> None:
+def test_context_of_an_error_counts_unless_from_none() -> None:
     assert is_out_of_memory(raised(RuntimeError("no such layer"), MemoryError()))
     assert not is_out_of_memory(raised(RuntimeError("no such layer"), MemoryError(), cause=None))
 
@@ -122,7 +122,7 @@ def test_a_device_that_is_lost_while_memory_is_short(last: BaseException) -> Non
     assert not is_out_of_memory(raised(RuntimeError("the layer failed"), MemoryError(), cause=last))
 
 
-def test_what_was_handled_before_the_work_began_says_nothing_of_it() -> None:
+def test_error_handled_before_the_work_does_not_count() -> None:
     outer = MemoryError()
     error = raised(RuntimeError("shapes differ"), outer)
     assert is_out_of_memory(error)

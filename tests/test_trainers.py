@@ -104,7 +104,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "words"), REFUSED)
-def test_what_is_no_trainer_argument_is_refused(config: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_unknown_trainer_argument_is_refused(config: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(PresetError, match=mentions(*words)):
         solo.trainer({**QUIET, **config}, "bf16")
 

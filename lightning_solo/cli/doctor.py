@@ -1,4 +1,4 @@
-"""`lightning-solo doctor`: prints this machine's tools and what each preset lacks; --build compiles DeepSpeed's."""
+"""`lightning-solo doctor`: prints this machine's tools and what presets lack; --build compiles DeepSpeed extensions."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ AUTO = ["solo=auto", "solo.auto.device=rtx-4090", "solo.auto.presets=[bf16]", "+
 
 
 @pytest.mark.long
-def test_a_run_and_the_one_that_goes_on_check_the_plan(tmp_path: Path) -> None:
+def test_a_run_and_the_one_that_continues_check_the_plan(tmp_path: Path) -> None:
     (tmp_path / "their_project.py").write_text(PROJECT)
     out = call(tmp_path, "train", *ASKED, *AUTO, "trainer.max_steps=2")
     plan = Plan.from_dict(json.loads((tmp_path / "runs" / "first" / "auto.json").read_text()))

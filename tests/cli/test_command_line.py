@@ -92,7 +92,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["solo.callback.memory_logger.x=1", "solo=checkpointing"], ["memory_logger.x=1", "every_n_steps"]),
     ],
 )
-def test_refused_with_the_option_the_value_and_what_to_write(arguments: list[str], words: list[str]) -> None:
+def test_refusal_names_the_option_the_value_and_the_remedy(arguments: list[str], words: list[str]) -> None:
     with pytest.raises(PresetError, match=mentions(*words)):
         check_command_line(arguments)
 

@@ -106,7 +106,7 @@ def rows(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_killed_in_its_second_rung_it_goes_on_with_that(folder: Path, rows: dict[str, Any]) -> None:
+def test_ladder_killed_in_its_second_rung_continues_with_it(folder: Path, rows: dict[str, Any]) -> None:
     begun = {name: times for name, times in starts(folder).items() if name in RUNGS}
     assert begun == {**dict.fromkeys(RUNGS, 1), "bf16": 2}
     assert {row["status"] for name, row in rows.items() if name in RUNGS} == {"finished"}
@@ -138,7 +138,7 @@ def test_accumulation_sees_the_same_batch_in_parts(rows: dict[str, Any]) -> None
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there zero_offload runs")
-def test_what_this_machine_lacks_is_a_row(rows: dict[str, Any]) -> None:
+def test_technique_that_this_machine_lacks_is_a_row(rows: dict[str, Any]) -> None:
     assert rows["zero_offload"]["status"] == "not run here"
     assert rows["zero_offload"]["detail"].startswith("no CUDA device")
     assert not any("+zero_offload" in name for name in rows)
@@ -239,7 +239,7 @@ def test_the_batch_is_divided_where_it_is_an_argument() -> None:
     )  # its loader may set it
 
 
-def test_what_was_measured_holds_for_the_same_question_only() -> None:
+def test_config_hash_depends_on_techniques_steps_and_overrides() -> None:
     one = prepared("bf16").config_hash
     assert one == prepared("bf16").config_hash
     others = [prepared("bf16", steps=3), prepared("bf16", "seed=1"), prepared("bf16", "model.width=64"), prepared("")]

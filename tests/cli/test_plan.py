@@ -246,7 +246,7 @@ def test_a_budget_above_the_memory_of_the_device_that_is_here(capsys: pytest.Cap
     assert re.search(r"--budget 1048576\.00 GiB: .*\d.*; write less", err)
 
 
-def test_calibrating_says_what_was_read_and_where_it_is(
+def test_calibrating_prints_the_readings_and_their_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readings = Readings("2026-11-22", {"fp16": 3.25e13, "bf16": None}, 1.6e11, 5e9, 200 * 2**20, 16 * 2**20)
@@ -383,7 +383,9 @@ def test_a_refusal_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.startswith("lightning-solo: --budget='16 gigs'")
 
 
-def test_what_fails_for_all_is_said_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_common_to_all_presets_is_printed_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers: dict[str, Exception] = {"": PresetError("data.batch_size=1: drop it")}
     monkeypatch.setattr(WORKER, "start", lambda: None)
     monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: iter(answers.items()))

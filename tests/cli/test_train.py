@@ -35,7 +35,7 @@ def steps_of(folder: Path) -> int:
     return int(torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["global_step"])
 
 
-def test_a_run_says_what_came_of_it_and_where_it_is(tmp_path: Path) -> None:
+def test_a_run_prints_its_result_and_folder(tmp_path: Path) -> None:
     output = train(tmp_path, *QUICK, "run=first", "solo=checkpointing")
     for words in (
         "validation/perplexity",
@@ -152,7 +152,7 @@ def test_the_metrics_of_a_resumed_run_continue_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
+def test_a_run_resumes_by_name_and_only_with_its_configuration(tmp_path: Path) -> None:
     train(tmp_path, *QUICK, "run=first", "trainer.max_steps=4", "trainer.val_check_interval=2")
     folder = tmp_path / "runs" / "first"
     assert steps_of(folder) == 4
@@ -184,7 +184,7 @@ def test_a_run_goes_on_by_name_and_only_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sent", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)]
 )
-def test_ctrl_c_saves_and_the_run_goes_on(sent: signal.Signals, status: int, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_the_run_continues(sent: signal.Signals, status: int, tmp_path: Path) -> None:
     presets = "solo=[bf16,accumulation]"
     arguments = [*QUICK, "run=first", "trainer.max_steps=100000", "trainer.val_check_interval=50000", presets]
     metrics = tmp_path / "runs" / "first" / "csv" / "metrics.csv"
@@ -223,7 +223,7 @@ def test_a_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_interrupted_job_of_a_sweep_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_an_interrupted_job_of_a_sweep_continues_from_its_checkpoint(tmp_path: Path) -> None:
     arguments = [*QUICK, "-m", "run=sweep", "trainer.max_steps=800", "trainer.val_check_interval=800", "solo=bf16"]
     folder = tmp_path / "runs" / "sweep" / "0"
     metrics = folder / "csv" / "metrics.csv"

@@ -106,7 +106,7 @@ WRONG = [(card, name, value) for card in CARDS for name, value in wrong_values(c
 
 
 @pytest.mark.parametrize(("card", "name", "value"), WRONG, ids=[f"{c.name}.{n}={v!r}" for c, n, v in WRONG])
-def test_what_the_card_refuses_the_constructor_refuses_too(card: Card, name: str, value: Any) -> None:
+def test_constructor_refuses_values_that_the_card_refuses(card: Card, name: str, value: Any) -> None:
     with pytest.raises((PresetError, ConflictError), match=name):
         card.check({name: value})
     with pytest.raises((PresetError, ConflictError), match=name):

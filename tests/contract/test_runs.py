@@ -72,7 +72,7 @@ def test_no_trace_after_a_fit_nor_after_a_failing_one(card: Card, home: str, tmp
 
 
 @every_card
-def test_what_is_exact_changes_no_bit(card: Card, tmp_path: Path) -> None:
+def test_exact_technique_changes_no_bit(card: Card, tmp_path: Path) -> None:
     plain, under = fit(tmp_path), fit(tmp_path, card)
     if card.exact:
         assert torch.equal(plain.updates, under.updates)

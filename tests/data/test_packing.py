@@ -167,6 +167,6 @@ def test_a_document_longer_than_a_row_is_refused() -> None:
         (lambda items: {"input_ids": items[0][None, :-1], "labels": items[0][None, 1:]}, ["labels", "shifted"]),
     ],
 )
-def test_what_cannot_be_packed_is_refused_by_name(function: Any, words: list[str]) -> None:
+def test_unsuitable_collate_function_is_refused_by_name(function: Any, words: list[str]) -> None:
     with pytest.raises(ConflictError, match=mentions("packing", *words)):
         next(iter(packed_loader(loader(collate_fn=function))))

@@ -107,7 +107,7 @@ def test_ranges_are_few_and_even(samples: int, most: int) -> None:
 # --- what can't be split ---
 
 
-def test_lengths_that_differ_are_named_with_what_to_write() -> None:
+def test_lengths_that_differ_are_named_with_the_remedy() -> None:
     with pytest.raises(ConflictError, match=mentions("time (3, 5)", "x (5, 2)", "batch_dim={time: 1}", "time: null")):
         samples_of({"x": rows(), "y": rows(), "time": rows(3, 5)})
 

@@ -32,7 +32,7 @@ IDS = torch.arange(B * T).view(B, T)
         (torch.tensor(1.0), ()),
     ],
 )
-def test_what_goes_with_the_sequence_is_cut(tensor: Tensor, shape: tuple[int, ...]) -> None:
+def test_tensors_along_the_sequence_are_cut(tensor: Tensor, shape: tuple[int, ...]) -> None:
     batch = truncated({"ids": IDS, "other": tensor}, T, 4)
     assert batch["ids"].tolist() == IDS[:, :4].tolist()
     assert tuple(batch["other"].shape) == shape

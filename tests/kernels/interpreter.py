@@ -27,7 +27,7 @@ def tanh(x):  # type: ignore[no-untyped-def]
 
 @contextmanager
 def runs_liger() -> Iterator[None]:
-    """Let Liger's kernels be interpreted; a compiled kernel takes a Python float as fp32, and so they do here."""
+    """Run Liger's kernels in Triton's interpreter, with Python floats as fp32, as in a compiled kernel."""
     convert = interpreter._implicit_cvt
 
     def with_floats(argument: Any) -> Any:

@@ -84,13 +84,13 @@ class Never(Counting):
 
 @pytest.fixture(autouse=True)
 def exact_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch round roots as IEEE 754 has it, which MKL's do not, one time in five."""
+    """Make torch round roots as IEEE 754 requires; MKL's roots differ once in five times."""
     monkeypatch.setattr(Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
 
 
 @pytest.fixture(autouse=True)
 def no_complaints() -> Iterator[None]:
-    """Let the interpreter, which is NumPy, compute with infinities and NaN."""
+    """Allow infinities and NaN in the interpreter, which computes by NumPy."""
     with np.errstate(all="ignore"):
         yield
 
@@ -505,7 +505,7 @@ def test_a_wrong_kernel_is_caught(name: str, tmp_path: Path, monkeypatch: pytest
 # --- a kernel that does not run ---
 
 
-def test_what_does_not_compile_is_left_to_others_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kernel_that_does_not_compile_is_replaced_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = Path(triton_launches.functions().__file__ or "").read_text()
     module = mutant(source.replace("_root(v)", "_no_such_function(v)"), tmp_path)
     monkeypatch.setattr(triton_launches, "functions", lambda: module)

@@ -30,7 +30,7 @@ Train = Callable[[nn.Module, CompactAdamW], Any]
 
 @pytest.fixture(autouse=True)
 def exact_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch round roots as IEEE 754 has it, which MKL's do not, one time in five."""
+    """Make torch round roots as IEEE 754 requires; MKL's roots differ once in five times."""
     monkeypatch.setattr(Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
 
 

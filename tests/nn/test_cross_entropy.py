@@ -256,7 +256,7 @@ def test_a_label_outside_the_vocabulary_is_named(label: int) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_allowed_is_named(options: dict[str, Any], named: str) -> None:
+def test_invalid_arguments_are_named(options: dict[str, Any], named: str) -> None:
     hidden, weight, _, labels = case()
     with pytest.raises(ValueError, match=named):
         chunked_cross_entropy(**{"hidden": hidden, "weight": weight, "labels": labels, **options})

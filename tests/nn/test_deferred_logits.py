@@ -233,7 +233,7 @@ def test_a_custom_function_is_refused_where_its_gradient_would_be_lost(step: Cal
         Reversed.apply(head(hidden), step).sum().backward()  # type: ignore[no-untyped-call]
 
 
-def test_what_is_made_without_gradients_has_none() -> None:
+def test_logits_made_without_gradients_have_none() -> None:
     head, hidden, labels = parts()
     with deferred(head) as use:
         logits = head(hidden)

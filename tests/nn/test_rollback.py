@@ -127,7 +127,7 @@ def test_running_statistics_which_kernels_write_unseen(make: Any) -> None:
         module(torch.randn(4, 3, 5))
 
 
-def test_what_changes_for_the_first_time_in_a_failing_step() -> None:
+def test_change_of_a_buffer_assumed_constant_is_refused() -> None:
     module = nn.Sequential(Counting())
     rollback = Rollback(module, CPU)
     for _ in range(3):
@@ -150,7 +150,7 @@ class Growing(nn.Module):
             self.norm = nn.BatchNorm1d(2)
 
 
-def test_what_a_failing_forward_registers_is_taken_away() -> None:
+def test_buffers_registered_by_a_failing_forward_are_removed() -> None:
     module = nn.Sequential(Growing())
     rollback = Rollback(module, CPU)
     rollback.save()
@@ -161,7 +161,7 @@ def test_what_a_failing_forward_registers_is_taken_away() -> None:
     assert len(list(module.modules())) == 2
 
 
-def test_what_a_forward_registers_is_saved_from_the_next_step_on() -> None:
+def test_buffers_registered_by_a_forward_are_saved_from_the_next_step_on() -> None:
     module = nn.Sequential(Growing())
     rollback = Rollback(module, CPU)
     rollback.save()
@@ -210,7 +210,7 @@ def test_buffers_of_inference_mode_which_count_nothing() -> None:
         assert module.table is table
 
 
-def test_what_never_changes_is_copied_once() -> None:
+def test_constant_buffers_are_copied_once() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2), Counting())
     rollback = Rollback(module, CPU)
     for _ in range(3):
@@ -281,7 +281,7 @@ METRICS: list[Any] = [
 
 
 @pytest.mark.parametrize("make", METRICS, ids=["mean", "list", "two arguments", "on the host"])
-def test_a_metric_is_as_before_and_goes_on_alike(make: Any) -> None:
+def test_a_metric_is_as_before_and_continues_alike(make: Any) -> None:
     calm, disturbed = make(), make()
     arguments = 1 if isinstance(calm, torchmetrics.aggregation.BaseAggregator) else 2
     batches = [torch.rand(arguments, 5) for _ in range(3)]

@@ -235,7 +235,7 @@ def test_bytes_per_parameter() -> None:
 
 
 @pytest.mark.parametrize("back_end", ON_CPU)
-def test_what_is_not_compressed_is_said(back_end: str) -> None:
+def test_uncompressed_parameters_are_reported(back_end: str) -> None:
     optimizer = converted(adamw(net()), back_end=back_end)
     odd = {"parameter 2": 8 * 4160} if back_end.startswith("torchao") else {}
     assert uncompressed(optimizer) == {"parameter 1": 8 * 64, **odd, "parameter 3": 8 * 65}
@@ -293,7 +293,7 @@ def test_states_of_torchs_own_are_compressed_or_refused() -> None:
 # --- refusals ---
 
 
-def test_refusals_name_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals_name_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     module = net()
     monkeypatch.setattr(back_ends, "is_installed", lambda package: True)
     for name in ("flashoptim", "bitsandbytes_paged_8bit"):

@@ -399,7 +399,7 @@ def test_torchs_states_loaded_into_an_optimizer_that_has_stepped_leave_the_maste
     assert equal([optimizer.master_weight(p) for p in ours.parameters()], masters)
 
 
-def test_torchs_adamw_goes_on_from_our_states():
+def test_torchs_adamw_continues_from_our_states():
     ours, plain = net(), net()
     corrections = split_parameters(ours.parameters(), 32)
     optimizer = CompactAdamW(ours.parameters(), master_bits=32, moment_bits=32, corrections=corrections)

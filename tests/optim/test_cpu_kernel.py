@@ -72,7 +72,7 @@ def random_gradient(step: int, size: int) -> Tensor:
 
 @pytest.fixture
 def exact_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch round roots as IEEE 754 has it, which MKL's do not, one time in five."""
+    """Make torch round roots as IEEE 754 requires; MKL's roots differ once in five times."""
     monkeypatch.setattr(Tensor, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
 
 

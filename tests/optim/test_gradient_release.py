@@ -535,7 +535,7 @@ def test_a_saved_window_is_continued(buffer: str, again: bool) -> None:
         torch.testing.assert_close(p, (before - 0.1 * gradient.clamp(-100, 100) * min(1, 100 / float(norm))).detach())
 
 
-def test_what_is_kept_for_the_norm_of_one_micro_batch_is_no_window() -> None:
+def test_gradients_kept_for_the_norm_of_one_micro_batch_are_no_open_window() -> None:
     net = two_layers()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     release = StepInBackward(optimizer, max_norm=1.0)

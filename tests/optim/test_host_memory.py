@@ -109,7 +109,7 @@ def test_on_a_cpu_nothing_is_free_of_a_device():
     assert "return to the device" not in optimizer.summary()
 
 
-def test_what_the_first_step_leaves_free_is_filled_from_the_first_parameter_on(monkeypatch: pytest.MonkeyPatch):
+def test_states_return_to_free_device_memory_from_the_first_parameter_on(monkeypatch: pytest.MonkeyPatch):
     ours, plain = net(), net()
     first = bytes_of(state_layout(ours[0].weight.bfloat16(), 24, 8))
     monkeypatch.setattr(state_placement, "free_bytes", lambda device: first + 10)
@@ -123,7 +123,7 @@ def test_what_the_first_step_leaves_free_is_filled_from_the_first_parameter_on(m
     assert equal(contents(optimizers[0]), contents(optimizers[1]))
 
 
-def test_what_the_host_has_no_room_for_stays_on_the_device_from_the_start(monkeypatch: pytest.MonkeyPatch):
+def test_states_without_room_on_the_host_stay_on_the_device(monkeypatch: pytest.MonkeyPatch):
     module = net()
     every = sum(bytes_of(state_layout(p.bfloat16(), 24, 8)) for p in module.parameters())
     last = bytes_of(state_layout(module[4].weight.bfloat16(), 24, 8))
@@ -247,7 +247,7 @@ def test_gradients_in_pieces_are_the_same_but_for_the_order_of_their_norm(
 # --- memory ---
 
 
-def test_a_slab_is_as_large_as_what_lies_in_it():
+def test_a_slab_is_as_large_as_its_tensors():
     wanted = [(1, torch.int8), (130, torch.float32), (0, torch.float32), (5_000_000, torch.uint8)]
     before = _mapped()
     made = host_tensors(wanted, CPU)

@@ -283,7 +283,7 @@ def test_trace_resumes_bit_for_bit(rule: str, master_bits: int | str, tmp_path: 
 
 
 @every_rule
-def test_trace_goes_on_from_states_of_torchs_own(rule: str) -> None:
+def test_trace_continues_from_states_of_torch(rule: str) -> None:
     """An fp32 run goes on as a compact one: states as they were, masters from its weights."""
     plain = net()
     own = made(rule, plain)
@@ -334,7 +334,7 @@ def test_groups_that_are_added_later() -> None:
 # --- refusals ---
 
 
-def test_refusals_name_what_to_write() -> None:
+def test_refusals_name_the_remedy() -> None:
     module = net()
 
     class Mine(torch.optim.SGD):

@@ -307,7 +307,7 @@ def assert_trains_alike(one: CompactAdamW, mine: list[nn.Parameter], other: Comp
 @every_bits
 @every_kind
 @pytest.mark.parametrize("how", ["state_dict", "without names", "deepcopy", "pickle"])
-def test_what_is_saved_goes_on_as_the_original(how: str, kind: type[Optimizer], bits: tuple[int, int]):
+def test_saved_optimizer_continues_as_the_original(how: str, kind: type[Optimizer], bits: tuple[int, int]):
     optimizer, params = trained(kind, bits)
     if how in ("deepcopy", "pickle"):
         both = (optimizer, params)

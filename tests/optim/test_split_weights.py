@@ -154,7 +154,7 @@ def test_up_or_down_as_the_random_number_says(lower: int, uniform: float):
     assert (got == down + up * 0x10000).all()
 
 
-def test_what_is_exact_infinite_or_nan_is_unchanged():
+def test_exact_infinite_and_nan_values_are_unchanged():
     bits, master = every_upper(0)
     most = torch.full_like(master, 1 - 2**-24)
     assert (bits_of(round_stochastically(master, most).float()) == bits).all()

@@ -166,7 +166,7 @@ def test_a_budget_above_the_devices_memory_is_refused() -> None:
 # --- arithmetic that a device has not ---
 
 
-def test_bf16_on_a_device_without_it_is_said() -> None:
+def test_bf16_on_a_device_without_it_is_reported() -> None:
     said = (
         "Tesla T4 has no bf16 arithmetic: it is emulated and slow, and a run is refused there; fp16 works (preset fp16)"
     )

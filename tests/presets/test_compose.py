@@ -174,7 +174,7 @@ def test_mapping_is_checked_like_a_name() -> None:
     assert "every_n_stepz" in refused({"callback": {"memory_logger": {"every_n_stepz": 1}}})
 
 
-def test_no_preset_is_refused_with_what_to_write() -> None:
+def test_no_preset_is_refused_with_the_remedy() -> None:
     """The `cfg.solo` of a structured configuration whose field is `solo: Any = None`."""
     said = refused(OmegaConf.create({"solo": None}).solo)
     assert lines_with(said, "preset=None: ", "write `- solo: bf16`")

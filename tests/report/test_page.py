@@ -160,7 +160,7 @@ def test_a_folder_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["altair", "vl_convert"])
-def test_a_missing_package_is_named_with_what_to_write(
+def test_a_missing_package_is_named_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
     from lightning_solo.report.page import javascript

@@ -281,7 +281,7 @@ def test_gradients_are_zeroed_before_forward(home: ModuleType, make_trainer: Mak
     assert "_make_closure" not in vars(loop)
 
 
-def test_the_hooks_behind_a_closure(home: ModuleType, make_trainer: Make) -> None:
+def test_hooks_run_after_a_closure(home: ModuleType, make_trainer: Make) -> None:
     calls: list[str] = []
     trainer, module = make_trainer(home, max_steps=1), regression(home)
     module.on_before_optimizer_step = lambda optimizer: calls.append("hook")

@@ -1,6 +1,7 @@
 """Run a script or a module on the simulated CUDA device: ``python -m tests.simcuda [-m] <script.py or module> ...``.
 
-Races go to the standard error's end. Exit status 3 if the program ended well, but raced; 2 if there can be no device.
+Races are printed at the end of standard error. The exit status is 3 if the program succeeded but had races, and 2 if
+the device isn't available.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ RACED, UNAVAILABLE = 3, 2
 
 
 def main() -> int:
-    """Run what the command line names, and return the exit status."""
+    """Run the script or module of the command line, and return the exit status."""
     arguments = sys.argv[1:]
     as_module = arguments[:1] == ["-m"]
     arguments = arguments[as_module:]

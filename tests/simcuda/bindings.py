@@ -1,4 +1,4 @@
-"""What ``torch.cuda`` asks of CUDA's runtime through functions that the CPU build lacks, answered by the device."""
+"""The functions of CUDA's runtime that ``torch.cuda`` calls and the CPU build lacks, by the simulated device."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class Stream(torch.Stream):
         return super().__new__(cls, device=DEVICE, priority=priority)
 
     def wait_stream(self, other: torch.Stream) -> None:
-        """Have this stream wait for all that another has been given so far."""
+        """Make this stream wait for all work launched on another stream so far."""
         self.wait_event(other.record_event())
 
     def record_event(self, event: Any = None) -> Any:
-        """Record an event behind all that this stream has been given so far."""
+        """Record an event after all work launched on this stream so far."""
         event = Event() if event is None else event
         event.record(self)
         return event
 
     @property
     def cuda_stream(self) -> int:
-        """The number in place of a pointer."""
+        """The stream's number, in place of a pointer."""
         return self.stream_id
 
     def __enter__(self) -> Stream:
@@ -58,16 +58,16 @@ class Event(torch.Event):
         return super().__new__(cls, DEVICE, enable_timing=enable_timing)
 
     def record(self, stream: Any = None) -> None:
-        """Record behind all that a stream, or the current one, has been given so far."""
+        """Record after all work launched so far on a stream, by default the current one."""
         super().record(stream or current_stream())
         self._recorded_s = time.perf_counter()
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Return the host's milliseconds up to another event, for scripts to run: the device has no time."""
+        """Return the host's milliseconds up to another event, since the device has no clock."""
         return max(1e-6, (end_event._recorded_s - self._recorded_s) * 1e3)
 
     def wait(self, stream: Any = None) -> None:
-        """Have a stream, or the current one, wait for this event."""
+        """Make a stream, by default the current one, wait for this event."""
         super().wait(stream or current_stream())
 
 
@@ -89,7 +89,7 @@ def on_stream(stream: Any) -> Iterator[None]:
 
 
 class DeviceContext:
-    """Stands for ``torch.cuda.device``: there is but one device."""
+    """Replaces ``torch.cuda.device``; there is only one device."""
 
     def __init__(self, device: Any = None) -> None:
         self.idx = self.prev_idx = 0
@@ -102,7 +102,7 @@ class DeviceContext:
 
 
 def bind(native: Any) -> None:
-    """Put the device's answers into ``torch.cuda``."""
+    """Install the device's functions in ``torch.cuda``."""
     _put(_properties(native))  # first, for the others ask whether there is a device
     _put(_streams() | _memory(native) | _random(native))
     _names_of_the_extension(native)
@@ -174,7 +174,7 @@ def _memory(native: Any) -> dict[str, Any]:
         native.record_history(max_entries if enabled else 0)
 
     class Runtime:
-        """CUDA's runtime, as ``torch.cuda.cudart()`` has it."""
+        """CUDA's runtime, as ``torch.cuda.cudart()`` returns it."""
 
         cudaError = types.SimpleNamespace(success=0)  # noqa: N815
         cudaHostRegister = staticmethod(lambda address, size, flags: native.register_host(address, size))  # noqa: N815
@@ -267,7 +267,7 @@ def _properties(native: Any) -> dict[str, Any]:
 
 
 def _names_of_the_extension(native: Any) -> None:
-    """Add what ``torch._C`` has in CUDA builds alone, and libraries ask for by name."""
+    """Add the names that ``torch._C`` has in CUDA builds only and that libraries look up."""
     names = {
         "_cuda_getCurrentRawStream": lambda device: torch.accelerator.current_stream().stream_id,
         "_cuda_setDevice": lambda device: None,
@@ -287,7 +287,7 @@ def _names_of_the_extension(native: Any) -> None:
 
 
 def _storages() -> None:
-    """Let storages be made on the device, as files and copies of tensors ask for."""
+    """Support the creation of storages on the device, which loading files and copying tensors need."""
     plain = torch.UntypedStorage.__new__
 
     def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
@@ -299,7 +299,7 @@ def _storages() -> None:
 
 
 def _group_of_one_process() -> None:
-    """Let NCCL's group of one process be torch's own stand-in, whose collectives copy what one process would get."""
+    """Replace NCCL's group of one process by torch's fake group, with collectives that copy this process's tensors."""
     group = torch._C._distributed_c10d.FakeProcessGroup
     group._set_sequence_number_for_group = lambda self: None
     collectives = torch.distributed.distributed_c10d
@@ -325,7 +325,7 @@ def _group_of_one_process() -> None:
 
 
 def _watch_reads_by_others(native: Any) -> None:
-    """Tell the detector what of the host's memory is read otherwise than by operators: NumPy, lists, files."""
+    """Report reads of host memory that no operator makes (NumPy, lists, files) to the race detector."""
 
     def reading(method: Any, name: str) -> Any:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """The simulated device's library: compiled once per machine, for each version of its sources, of torch and of Python.
 
-Nothing here imports torch, for the device must be installed before that.
+Nothing here imports torch, because the device must be installed first.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ WRITTEN_FOR = "2.13"
 
 
 class UnavailableError(RuntimeError):
-    """There can be no simulated device here; says why."""
+    """The simulated device isn't available here; the message says why."""
 
 
 def library() -> Path:
-    """Return the compiled library, which is built if this machine hasn't got it.
+    """Return the compiled library; build it if this machine doesn't have it yet.
 
     Raises:
-        UnavailableError: no compiler, a torch that has CUDA itself, or one for which the sources don't compile.
+        UnavailableError: there is no compiler, torch has CUDA itself, or the sources don't compile for this torch.
     """
     torch = torch_folder()
     version = importlib.metadata.version("torch")
@@ -58,7 +58,7 @@ def torch_folder() -> Path:
     """Return where torch is installed.
 
     Raises:
-        UnavailableError: nowhere.
+        UnavailableError: torch isn't installed.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

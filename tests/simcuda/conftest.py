@@ -1,4 +1,4 @@
-"""The device's own tests run on it alone."""
+"""The simulated device's own tests run only on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def on_the_simulated_device() -> None:
-    """Skip a test where ``cuda`` is not the simulated device."""
+    """Skip a test if ``cuda`` is not the simulated device."""
     if not device.is_installed():
         pytest.skip("needs the simulated CUDA device: `make simcuda`")
 

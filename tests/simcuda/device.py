@@ -1,7 +1,8 @@
-"""A CUDA device that isn't there: torch's CPU build is made to believe in one, and what raced on it is found.
+"""A simulated CUDA device for torch's CPU build, with a detector of races between streams.
 
-Tensors on ``cuda`` are stored on the host and operators run on the CPU at once, so results are right even where a GPU
-would have been free to compute others; that it was, the race detector tells, and `delayed` shows by wrong numbers.
+Tensors on ``cuda`` are stored on the host, and operators run on the CPU at once. So results are right even if missing
+synchronisation could make them wrong on a GPU. The race detector finds such places, and `delayed` makes their numbers
+wrong.
 
     from tests.simcuda import device
     device.install()              # before torch is imported
@@ -10,9 +11,9 @@ would have been free to compute others; that it was, the race detector tells, an
         torch.ones(4, device="cuda").sum().item()
     assert counts.kernels == 2 and counts.synchronisations == 1 and not device.races()
 
-What it has no notion of: time, other results of cuBLAS' sums, Triton's and other libraries' kernels (`launch` stands
-for one), processes that share a device, graphs of CUDA, a second device. The host counts as one timeline, whatever
-its threads; a strided tensor's accesses are those of the range from its first byte to its last.
+It doesn't simulate time, the rounding of cuBLAS, kernels of Triton and other libraries (`launch` represents one),
+processes that share a device, CUDA graphs, or a second device. All threads of the host count as one timeline. An access
+to a strided tensor counts as an access to the range from its first byte to its last.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Access(NamedTuple):
 
 
 class Race(NamedTuple):
-    """Two accesses of the same bytes, at least one of them a write, that nothing orders."""
+    """Two accesses to the same bytes in no defined order, at least one of them a write."""
 
     kind: str
     """"unordered", "unregistered" (memory whose pin is taken while a copy uses it) or "unmapped"."""
@@ -138,17 +139,17 @@ def _access(given: dict[str, Any]) -> Access:
 
 
 def forget() -> None:
-    """Forget all accesses and races, as though the device had been waited for."""
+    """Forget all accesses and races, as if the host had waited for the device."""
     native().forget_all()
 
 
 @contextmanager
 def delayed(what: str = "copies") -> Iterator[None]:
-    """Hold back effects until something is ordered behind them, so that a wrong order gives wrong numbers.
+    """Delay effects until other work is ordered after them, so that a wrong order gives wrong numbers.
 
     Args:
-        what: "copies" between pinned memory and the device read and write only then; "all": and what kernels write
-            appears only then.
+        what: ``"copies"`` delays the reads and writes of copies between pinned memory and the device; ``"all"`` delays
+            the results of kernels too.
     """
     native().set_delays(DELAYS.index(what))
     try:
@@ -161,7 +162,7 @@ def delayed(what: str = "copies") -> Iterator[None]:
 
 
 class Operation(NamedTuple):
-    """One entry of what was launched, in the order of the launches."""
+    """One launched operation; operations are kept in the order of the launches."""
 
     kind: str
     """"kernel", "up", "down", "within", "record", "wait", "synchronise", "register", "unregister"."""
@@ -177,7 +178,7 @@ class Operation(NamedTuple):
 
 @dataclass
 class Counts:
-    """What the device was asked for; complete when the context has been left."""
+    """The operations that were launched; complete after the context ends."""
 
     operations: list[Operation] = field(default_factory=list)
     peak_allocated: int = 0
@@ -224,7 +225,7 @@ _counting = 0
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """Yield the counts of what is launched in the context; contexts may be nested."""
+    """Yield the counts of operations launched in the context; contexts may be nested."""
     global _counting
     native_module, counts = native(), Counts()
     native_module.set_recording(True)
@@ -250,10 +251,10 @@ def launch(
     """Run a function as one kernel on the current stream.
 
     Args:
-        name: of the kernel, in counts and races.
-        body: is called with CPU tensors that share the memory of those read, then of those written, in their order.
+        name: name of the kernel in counts and races.
+        body: function of CPU tensors that share the memory of ``reads``, then of ``writes``, in their order.
         reads: tensors on the device, or in pinned memory of the host.
-        writes: as well; may be among those read.
+        writes: the same; they may be among those read.
     """
     tensors = [on_host(tensor) for tensor in (*reads, *writes)]
     native().launch_begin(name, list(reads), list(writes))
@@ -264,19 +265,19 @@ def launch(
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Return a CPU tensor that shares a tensor's memory, unseen by the detector; keep the tensor while it is used."""
+    """Return a CPU tensor that shares a tensor's memory without the detector; keep the tensor while it is used."""
     made: Tensor = native().host_alias(tensor.detach())
     return made
 
 
 def touch_on_host(tensor: Tensor, *, writes: bool, name: str) -> None:
-    """Have the detector know what the host reads or writes of pinned memory otherwise than by torch's operators."""
+    """Report to the race detector that the host reads or writes pinned memory without an operator of torch."""
     native().touch_on_host(tensor.data_ptr(), tensor.nbytes, writes, name)
 
 
 @contextmanager
 def memory_of(total_bytes: int) -> Iterator[None]:
-    """Let the device have this much memory."""
+    """Set the size of the device's memory in this context."""
     before = native().total_bytes()
     native().set_total_bytes(total_bytes)
     try:

@@ -1,7 +1,7 @@
 """A pytest plugin, ``-p tests.simcuda.plugin``: tests run on the simulated CUDA device, and a test that raced fails.
 
-Where there can be no such device, every test is skipped with the reason; so are those that need what the device has no
-notion of, ``@pytest.mark.gpu(needs="time")`` or ``"kernels"``.
+If the device isn't available, every test is skipped with the reason. Tests that need a feature that it doesn't
+simulate, ``@pytest.mark.gpu(needs="time")`` or ``"kernels"``, are always skipped.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def pytest_load_initial_conftests() -> None:
 
 
 def pytest_report_header() -> str:
-    """Say on what the tests run."""
+    """Return the line that names the device of the tests."""
     return _reason or "cuda: simulated on the CPU, races are looked for"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what can't run on it."""
+    """Skip the tests that can't run on the device."""
     for item in items:
         for mark in item.iter_markers("cpu_only"):
             item.add_marker(pytest.mark.skip(reason=f"of the CPU alone: {mark.args[0]}"))
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Fail the test with the races that it didn't ask for itself by `device.races`."""
+    """Fail a test that had races which it didn't read by `device.races`."""
     if not device.is_installed():
         return (yield)
     device.forget()

@@ -155,7 +155,7 @@ SAVED: dict[str, Any] = {}
 
 
 @pytest.mark.parametrize("read", READS)
-def test_the_host_reads_states_right_behind_a_step(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_reads_states_right_after_a_step(read: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(adamw_update.CHUNK, "cuda", 4096)
     module, optimizer = after_steps()
     assert optimizer.host_bytes
@@ -175,7 +175,7 @@ def test_states_are_read_of_parameters_that_have_left_the_device(monkeypatch: py
     READS["state"](module, optimizer)
 
 
-def test_states_come_back_to_the_device_behind_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_return_to_the_device_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_placement, "free_bytes", lambda device: 2**30)
     monkeypatch.setattr(host_slabs, "host_room", lambda: 2**40)
     module, optimizer = after_steps(budget="auto")

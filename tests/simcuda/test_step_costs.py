@@ -28,7 +28,7 @@ LARGE, SMALL = 4, 6  # parameters of a net: 128 x 96 = 12,288 elements, which ha
 
 @pytest.fixture(autouse=True)
 def launched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the large parameters of a small net be launched one by one, as a large net's are."""
+    """Launch the large parameters of a small net one by one, as those of a large net are."""
     monkeypatch.setattr(TritonKernels, "grouped_below", 4096)
 
 

@@ -1,7 +1,7 @@
 """The Triton kernels of `optim.gpu_kernel` on the simulated device: each launch counts as one, and runs by operators.
 
-All but the kernels themselves is the real code: what is grouped, uploaded, flagged and left to others. The kernels are
-compared with the operators in Triton's interpreter, by `make kernels`.
+Only the kernels are replaced; grouping, uploads, flags and the choice of other kernels are the real code. Run
+`make kernels` to compare the kernels with the operators in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUM_COLUMNS = 6
 
 
 def install() -> None:
-    """Let `gpu_kernel.kernels` find Triton, and its launches run here."""
+    """Make `gpu_kernel.kernels` find Triton, and redirect its launches to this module."""
     gpu_kernel.is_installed = lambda name: True
     triton_launches.launch_steps = _step
     triton_launches.launch_sums = _add

@@ -16,7 +16,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the suites' scripts find this checkout."""
+    """Make the scripts of the suites import this checkout."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 

@@ -343,7 +343,7 @@ def test_a_batch_whose_backward_runs_twice_counts_once(home: Any, make_trainer: 
     assert seen == [1.0, 1.0]  # of a window of one batch of four; counted as two it were 0.5 the second time
 
 
-def test_no_gradients_left_to_correct_is_said_once(home: Any, make_trainer: Any, device: torch.device) -> None:
+def test_no_gradients_left_to_correct_is_reported_once(home: Any, make_trainer: Any, device: torch.device) -> None:
     class Released(home.strategies.SingleDeviceStrategy):  # type: ignore[name-defined,misc]
         """Frees every gradient at the end of the backward pass, as optimizers that step inside it do."""
 

@@ -150,7 +150,7 @@ def test_equal_weights_change_no_bit(home: Any, make_trainer: Any) -> None:
     assert all(torch.equal(a, b) for x, y in zip(ours, plain, strict=True) for a, b in zip(x, y, strict=True))  # type: ignore[arg-type]
 
 
-def test_a_step_is_clipped_behind_the_mean(home: Any, make_trainer: Any) -> None:
+def test_a_step_is_clipped_after_the_mean(home: Any, make_trainer: Any) -> None:
     net, batches = Words(), batches_of([[4, 4], [0], [1]])
     (expected,) = by_hand(net, batches, 3)
     norm = math.sqrt(sum(float(g.square().sum()) for g in expected if g is not None))
@@ -180,7 +180,7 @@ def test_shifted_tokens_are_all_but_each_rows_first() -> None:
     assert weight_of([batch["input_ids"], batch["labels"]], 3, "tokens") == 4
 
 
-def test_what_cannot_be_counted_is_named(home: Any, make_trainer: Any) -> None:
+def test_batch_without_countable_weight_is_refused_by_name(home: Any, make_trainer: Any) -> None:
     for choice, named in [("tokens", "labels"), ("lengths", "lengths")]:
         with pytest.raises(ConflictError, match=mentions(named, "weight_by")):
             make_trainer(home, callbacks=[AccumulationSchedule(weight_by=choice)]).fit(regression(home), loader(2))
@@ -317,7 +317,7 @@ def test_a_scheduler_made_from_the_estimate_ends_where_it_should(home: Any, make
     assert scheduler.last_epoch == scheduler.total_steps - 1 == trainer.global_step > 0
 
 
-def test_steps_that_nobody_knows_beforehand(home: Any, make_trainer: Any) -> None:
+def test_steps_that_no_one_knows_beforehand(home: Any, make_trainer: Any) -> None:
     def fit(**limits: Any) -> list[Any]:
         estimates: list[Any] = []
         module = language_model(home, Words())

@@ -258,7 +258,7 @@ def test_a_second_backward_over_kept_results_is_refused() -> None:
 
 
 @pytest.mark.cpu_only("it is the CPU that a plan knows to the byte")
-def test_what_is_kept_is_planned_to_the_byte(home: ModuleType, make_trainer: Any) -> None:
+def test_kept_bytes_are_planned_exactly(home: ModuleType, make_trainer: Any) -> None:
     batches = DataLoader(list(loader(1)) * 6, batch_size=None)  # from before, counted nowhere
     watch = Held()
     arguments = {"callbacks": [watch, ActivationCheckpointing(keep="products")], "accelerator": "cpu"}

@@ -234,7 +234,7 @@ class Counting(nn.Module):
 
 @pytest.mark.long
 @pytest.mark.cpu_only("the graphs are the same there")
-def test_what_compiled_blocks_save_is_counted_without_a_trace(make_trainer):
+def test_bytes_saved_by_compiled_blocks_are_counted_without_side_effects(make_trainer):
     ends = []
     for budget in (None, 0.5):
         torch.manual_seed(0)
@@ -365,7 +365,7 @@ def test_steps_that_a_loss_scaler_skips_are_not_counted(home, make_trainer):
 
 
 @pytest.mark.long
-def test_beside_a_memory_logger_that_counts_too(make_trainer):
+def test_with_a_memory_logger_that_counts_too(make_trainer):
     home = lightning_pytorch
     least, most = bounds(home, make_trainer)
     technique = ActivationCheckpointing(budget=(least + most) // 2)
@@ -524,7 +524,7 @@ def test_results_inside_blocks_and_whole_blocks_are_not_chosen_both():
 
 
 @pytest.mark.parametrize("budget", [-1, 1.5, 2, "6", "6GB", "50%", "1.5", "much"])
-def test_what_is_no_budget_is_refused_with_the_forms_of_one(budget):
+def test_invalid_budget_is_refused_with_the_allowed_forms(budget):
     with pytest.raises(PresetError, match=mentions(f"budget={budget!r}", "16GiB", "17179869184", "0.5")):
         ActivationCheckpointing(budget=budget)
 
@@ -540,7 +540,7 @@ def test_a_text_may_be_any_form_of_a_budget(text, budget):
 
 
 @pytest.mark.parametrize("failing", [0, long(1), long(2)])
-def test_nothing_counts_behind_a_fit_or_a_failure(home, make_trainer, failing):
+def test_nothing_counts_after_a_fit_or_a_failure(home, make_trainer, failing):
     module = regression(home, Stack(BLOCKS, WIDTH))
     technique = ActivationCheckpointing(budget="1GiB")
     before = [(name, sorted(part.__dict__)) for name, part in module.net.named_modules()]

@@ -152,7 +152,7 @@ def test_under_a_limit_the_first_inputs_are_moved_and_the_last_stay(
         assert offloader.moved_bytes <= number * moved * INPUT_BYTES
 
 
-def test_what_is_dropped_in_forward_leaves_room(device: torch.device) -> None:
+def test_tensors_dropped_in_forward_free_the_window(device: torch.device) -> None:
     x = inputs(device).requires_grad_()
     offloader = Offloader(device, 256, keep_on_device=2 * INPUT_BYTES)
     with offloader.saving():
@@ -163,7 +163,7 @@ def test_what_is_dropped_in_forward_leaves_room(device: torch.device) -> None:
     loss.backward()
 
 
-def test_what_leaves_is_copied_when_it_is_saved_from_the_second_micro_batch_on(
+def test_storages_are_copied_when_saved_from_the_second_micro_batch_on(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     net, x = stack(device, checkpointed=True), inputs(device)
@@ -190,7 +190,7 @@ def test_the_callbacks_move_in_either_home(home: ModuleType, make_trainer: Any) 
     assert callbacks[1].host_bytes == 0  # freed with the fit
 
 
-def test_what_all_costs_is_said(home: ModuleType, make_trainer: Any) -> None:
+def test_mode_all_warns_of_the_bytes_moved_per_micro_batch(home: ModuleType, make_trainer: Any) -> None:
     callback = ActivationOffloading(mode="all", min_offload_bytes=64, allow_cpu=True)
     with pytest.warns(UserWarning, match=r"mode=all moves .* in every micro-batch.*mode=block_inputs"):
         make_trainer(home, callbacks=[callback]).fit(regression(home), loader())
@@ -239,7 +239,7 @@ def test_a_fit_in_which_no_block_is_recomputed_is_refused(home: ModuleType, make
 
 
 @pytest.mark.parametrize("mode", ["block_inputs", "all"])
-def test_a_fit_in_which_all_is_too_small_is_said(home: ModuleType, make_trainer: Any, mode: str) -> None:
+def test_a_fit_in_which_all_is_too_small_is_reported(home: ModuleType, make_trainer: Any, mode: str) -> None:
     callbacks = [ActivationCheckpointing(), ActivationOffloading(mode, allow_cpu=True)]
     with pytest.warns(UserWarning, match=r"largest saved tensor has 128 bytes.*min_offload_bytes=1048576; write a sm"):
         make_trainer(home, callbacks=callbacks).fit(regression(home), loader())
@@ -348,7 +348,7 @@ class Complicated(nn.Module):
 
 
 @pytest.mark.parametrize("keep_on_device", [None, 0.5])
-def test_whatever_is_saved_comes_back(device: torch.device, keep_on_device: float | None) -> None:
+def test_saved_tensors_of_any_kind_are_restored(device: torch.device, keep_on_device: float | None) -> None:
     torch.manual_seed(1)
     net, x = Complicated().to(device).train(), inputs(device)
     plain = gradients(net, x)
@@ -439,7 +439,7 @@ def test_bytes_on_the_device_between_forward_and_backward(device: torch.device) 
 
 
 @pytest.mark.parametrize("keep_on_device", [10 * INPUT_BYTES, 25 * INPUT_BYTES, 0.3, 0.7])
-def test_what_stays_is_within_the_limit_in_batches_of_any_size(
+def test_kept_bytes_are_within_the_limit_in_batches_of_any_size(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, keep_on_device: int | float
 ) -> None:
     net, x = stack(device), torch.cat([inputs(device)] * 2)

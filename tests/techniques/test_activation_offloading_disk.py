@@ -112,7 +112,9 @@ def test_inputs_go_to_the_disk_through_buffers_of_fixed_size(device: torch.devic
     assert (offloader.host_bytes, offloader.disk_bytes) == (0, 0)
 
 
-def test_what_is_written_is_read(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_tensors_are_read_as_written(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done: dict[str, int] = {"pwritev": 0, "preadv": 0}
 
     def counting(name: str) -> Any:

@@ -149,7 +149,7 @@ def test_hugging_faces_eager_attention_is_replaced_for_the_fit(make_trainer, cap
     torch.testing.assert_close(module.state_dict(), trained_llama(make_trainer).state_dict(), rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_blocks_are_seen_and_compiled_behind_the_first_batch(make_trainer):
+def test_compiled_blocks_are_seen_and_compiled_after_the_first_batch(make_trainer):
     torch._dynamo.reset()
     callback, compilation = Attention("math"), RegionalCompilation(blocks=["Layer"], backend="aot_eager")
     fitted(make_trainer, callback, compilation)
@@ -230,7 +230,7 @@ def test_a_kernel_that_cannot_run_is_refused_with_torchs_reason(make_trainer):
         fitted(make_trainer, Attention("cudnn"))
 
 
-def test_that_torch_took_its_math_kernel_is_said(make_trainer):
+def test_math_kernel_of_torch_is_reported(make_trainer):
     with pytest.warns(UserWarning, match=mentions("flash: ", "non-zero dropout", "kernel: math")):
         fitted(make_trainer, Attention(), module=module_of(dropout=0.1))
     fitted(make_trainer, Attention("math"), module=module_of(dropout=0.1))

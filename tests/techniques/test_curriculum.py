@@ -394,7 +394,7 @@ def test_validation_has_whole_sequences(make_trainer: Make) -> None:
 # --- memory ---
 
 
-def test_what_is_saved_for_backward_is_in_proportion_to_the_length(make_trainer: Make) -> None:
+def test_bytes_saved_for_backward_are_proportional_to_the_length(make_trainer: Make) -> None:
     saved: dict[int, int] = {}
 
     class Measured(Language):
@@ -471,7 +471,7 @@ def test_a_resumed_run_has_the_batches_and_weights_of_the_undisturbed_one(
     assert equal(resumed, module)
 
 
-def test_a_second_fit_of_the_trainer_goes_on_and_another_trainer_begins(make_trainer: Make) -> None:
+def test_a_second_fit_of_the_trainer_continues_and_another_trainer_begins(make_trainer: Make) -> None:
     technique, seen = short("sequence_length"), Seen()
     trainer, module = fit(make_trainer, technique, texts(length=LENGTH), seen, max_epochs=1)
     assert seen.lengths[-1] < LENGTH

@@ -117,6 +117,6 @@ def test_manual_optimization_is_refused(make_trainer: Make) -> None:
 
 
 @pytest.mark.parametrize("other", ["gradient_release", "compact"])
-def test_what_frees_gradients_is_refused(other: str) -> None:
+def test_technique_that_frees_gradients_is_refused(other: str) -> None:
     with pytest.raises(ConflictError, match=mentions("gradients", "early_zero_grad")):
         compose(other, ["+callback=early_zero_grad"])

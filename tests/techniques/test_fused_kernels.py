@@ -139,7 +139,7 @@ def test_layers_are_found_by_what_they_compute() -> None:
 @pytest.mark.parametrize(
     "layer", [EpsilonOutside(), Shifted(), Detached(), Mlp(F.gelu), Mlp(F.relu)], ids=lambda layer: type(layer).__name__
 )
-def test_what_only_looks_alike_is_left_out(layer: nn.Module) -> None:
+def test_layer_of_similar_structure_is_left_out(layer: nn.Module) -> None:
     computations, left_out = found(layer, Rms())
     assert list(computations) == ["1"]
     assert list(left_out) == ["0"]
@@ -235,7 +235,7 @@ def test_numbers_of_another_type_than_the_weights_are_left_to_the_layer() -> Non
 # --- memory ---
 
 
-def test_what_is_kept_for_backward_is_what_the_kernels_keep() -> None:
+def test_planned_bytes_for_backward_equal_those_of_the_kernels() -> None:
     rows = 16
     x = torch.randn(rows, WIDTH, dtype=torch.bfloat16, requires_grad=True)
 

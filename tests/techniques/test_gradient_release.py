@@ -402,7 +402,7 @@ def test_gradient_that_is_not_finite_is_named_and_nothing_is_touched(make_traine
     assert equal(module.net, net())
 
 
-def test_refusals_name_what_to_write(home: ModuleType, make_trainer: Make) -> None:
+def test_refusals_name_the_remedy(home: ModuleType, make_trainer: Make) -> None:
     with pytest.raises(PresetError, match=mentions("gradient_release.buffer='disk': write 'device', 'host'")):
         GradientRelease("disk")
     many = regression(home, net())

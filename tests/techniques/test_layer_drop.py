@@ -87,7 +87,7 @@ def test_each_block_is_skipped_equally_often() -> None:
 # --- parity ---
 
 
-def test_what_runs_is_the_model_without_the_skipped_blocks() -> None:
+def test_forward_equals_the_model_without_the_skipped_blocks() -> None:
     whole, short = stack(), stack()
     drop = SkippedBlocks(dict(whole.blocks.named_children()), 2, seed=0)
     drop.draw()

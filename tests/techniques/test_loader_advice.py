@@ -51,11 +51,11 @@ class Clock:
         self.now += seconds
 
     def launch(self, seconds: float) -> None:
-        """Have the device work beside the host, behind what it does already."""
+        """Add work to the device, which runs in parallel to the host and after the device's earlier work."""
         self.device_is_done = max(self.device_is_done, self.now) + seconds
 
     def event(self, *, enable_timing: bool) -> Any:
-        """Return what stands for an event of CUDA."""
+        """Return an object that replaces a CUDA event."""
         assert enable_timing
         clock = self
 
@@ -255,7 +255,7 @@ def test_under_manual_optimization_and_a_window(make_trainer: Make, clock: Clock
     assert (window.times.batches, window.times.wait_s) == (7, 7 * 6)
 
 
-def test_what_is_prefetched_is_waited_for_in_another_thread(make_trainer: Make, clock: Clock) -> None:
+def test_prefetched_loader_is_timed_in_its_thread(make_trainer: Make, clock: Clock) -> None:
     data = Prefetcher(DataLoader(loader(4).dataset, 4))
     observer = advice(make_trainer, stepping(clock, 10), data)
     assert observer.times.load_s == observer.times.collate_s == 0

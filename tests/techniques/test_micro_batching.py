@@ -603,7 +603,7 @@ def test_first_batch_is_restored_after_the_check(make_trainer: Make) -> None:
 
 
 def arm(net: Visited, technique: MicroBatching) -> Visited:
-    """Have a module run out of memory in the first step that isn't the check's."""
+    """Make a module run out of memory in its first step after the check."""
     compare = technique._compare
 
     def then_fail(*args: Any) -> None:

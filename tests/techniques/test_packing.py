@@ -578,7 +578,7 @@ def failing(item: Tensor) -> int:
         (lambda: loader([0, 0, 0]), {}, ["no tokens", "length=auto"]),
     ],
 )
-def test_what_cannot_be_packed_is_refused_before_training(
+def test_unsuitable_loader_or_module_is_refused_before_training(
     make_trainer: Make, data: Any, options: Any, words: list[str]
 ) -> None:
     module = Module()

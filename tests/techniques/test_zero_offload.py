@@ -115,7 +115,7 @@ def test_without_deepspeed_the_package_and_the_command_are_named(monkeypatch: py
         for_home(ZeroOffloadStrategy)()
 
 
-def test_without_cuda_it_says_what_to_write(home: ModuleType, make_trainer: Any) -> None:
+def test_without_cuda_it_says_the_remedy(home: ModuleType, make_trainer: Any) -> None:
     trainer = make_trainer(home, strategy=strategy(home, allow_cpu=False))
     with pytest.raises(CapabilityError, match=mentions("CUDA", "'cpu'", "strategy.allow_cpu=true")):
         trainer.fit(module(home), loader())

@@ -427,7 +427,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 @stages
-def test_groups_and_a_schedule_go_on_where_they_were(
+def test_groups_and_a_schedule_continue_where_they_were(
     home: ModuleType, make_trainer: Any, tmp_path: Path, arguments: Any, schedule: str
 ) -> None:
     """Beside a plain run that is saved and resumed: Lightning saves before a schedule by epoch steps."""

@@ -175,7 +175,7 @@ def lbfgs(made: Any) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.* returned .None:UserWarning")
-def test_what_cannot_be_stepped_is_refused_and_leaves_nothing(
+def test_module_that_the_engine_cannot_step_is_refused_without_a_trace(
     home: ModuleType, make_trainer: Any, change: Any, error: type[Exception], message: list[str]
 ) -> None:
     made = module(home)

@@ -249,7 +249,7 @@ def test_of_deepspeeds_version_it_is_that_of_torchs(place: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "SGD"])
-def test_a_plain_state_goes_on_in_the_engine(place: dict[str, Any], name: str) -> None:
+def test_a_plain_state_continues_in_the_engine(place: dict[str, Any], name: str) -> None:
     """Saved with other rates than the engine's optimizer was made with: the saved ones count, as in torch."""
     plain = net()
     optimizer = made(plain, name)
@@ -276,7 +276,7 @@ def test_a_plain_state_goes_on_in_the_engine(place: dict[str, Any], name: str) -
 
 
 @pytest.mark.long  # builds DeepSpeed's extension
-def test_a_plain_state_goes_on_in_deepspeeds_version() -> None:
+def test_a_plain_state_continues_in_deepspeeds_version() -> None:
     """Which counts its steps in a plain integer."""
     if missing := what_is_missing("cpu_adam"):
         pytest.skip(f"no DeepSpeedCPUAdam: {missing}")
@@ -395,7 +395,7 @@ def test_a_parameter_of_one_element_keeps_its_count_apart() -> None:
 # --- what the engine counts ---
 
 
-def test_counts_go_on() -> None:
+def test_counts_continue() -> None:
     module, fresh = net(), net()
     with engine_of(module, sgd(module)) as engine:
         for seed in range(2):

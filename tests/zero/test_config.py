@@ -37,7 +37,7 @@ def on_disk(path: str = "/nvme") -> dict[str, Any]:
 # --- ours ---
 
 
-def test_what_each_argument_makes() -> None:
+def test_each_argument_sets_its_section() -> None:
     second, third = zero_config(2)["zero_optimization"], zero_config(3)["zero_optimization"]
     assert (second["stage"], third["stage"]) == (2, 3)
     assert second["offload_optimizer"] == third["offload_optimizer"] == PINNED
@@ -75,7 +75,7 @@ def test_nothing_given_is_ours() -> None:
         assert merged is not zero_config()
 
 
-def test_what_is_given_replaces_ours_and_leaves_the_rest() -> None:
+def test_users_values_replace_the_defaults() -> None:
     given = {
         "wall_clock_breakdown": True,
         **zero(reduce_bucket_size=7, offload_optimizer={"buffer_count": 5}, round={"a": 1}),
@@ -97,7 +97,7 @@ def test_auto_is_ours() -> None:
         assert merge(zero_config(), whole) == zero_config()
 
 
-def test_what_says_the_same_is_accepted() -> None:
+def test_equal_values_are_accepted() -> None:
     both = zero_config(3, offload_parameters=True, nvme_path="/nvme")
     assert merge(both, zero(stage=3, offload_optimizer=on_disk(), offload_param=on_disk())) == both
     off = {"fp16": {"enabled": False, "loss_scale": 0}, "bf16": {"enabled": False}, "activation_checkpointing": {}}
@@ -132,7 +132,7 @@ def test_neither_mapping_is_changed_and_none_is_shared() -> None:
 
 
 @pytest.mark.parametrize("key", ELSEWHERE)
-def test_what_belongs_elsewhere_is_refused_with_what_to_write(key: str) -> None:
+def test_misplaced_key_is_refused_with_the_remedy(key: str) -> None:
     values: dict[str, Any] = {
         "fp16": {"enabled": True},
         "bf16": {"enabled": True, "immediate_grad_update": "auto"},
@@ -224,7 +224,7 @@ def test_a_misspelt_section_is_named(given: str, meant: str) -> None:
         ({"a": 1, "overlap_comm": "perhaps"}, ["overlap_comm: ", "'perhaps'", "a: Extra inputs"]),
     ],
 )
-def test_what_deepspeed_refuses_of_zero_is_named(section: dict[str, Any], named: list[str]) -> None:
+def test_invalid_zero_section_is_refused_by_name(section: dict[str, Any], named: list[str]) -> None:
     with pytest.raises(PresetError, match=mentions(*named)) as raised:
         check_zero_section(merge(zero_config(), zero(**section)))
     assert isinstance(raised.value, SoloError)
@@ -235,7 +235,7 @@ def test_what_deepspeed_refuses_of_zero_is_named(section: dict[str, Any], named:
 @pytest.mark.parametrize(
     "arguments", [{}, {"stage": 3}, {"stage": 3, "offload_parameters": True, "nvme_path": "/nvme"}]
 )
-def test_what_is_sound_passes_unchanged(arguments: dict[str, Any]) -> None:
+def test_valid_zero_section_is_unchanged(arguments: dict[str, Any]) -> None:
     given = zero(sub_group_size=1000, offload_optimizer={"ratio": 1.0, "super_offload": False}, zenflow=None)
     config = merge(zero_config(**arguments), given)
     before = copy.deepcopy(config)
@@ -311,6 +311,6 @@ def test_a_section_without_a_name_is_named() -> None:
 
 
 @pytest.mark.parametrize("given", [[1], 3, True])
-def test_what_is_neither_mapping_nor_path_is_named(given: Any) -> None:
+def test_config_that_is_no_mapping_and_no_path_is_refused(given: Any) -> None:
     with pytest.raises(PresetError, match=mentions(f"zero_offload.config={given}", "mapping", "JSON file")):
         merge(zero_config(), given)

@@ -115,7 +115,7 @@ def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert folder.parent == tmp_path / "swap"
 
 
-def test_what_a_killed_run_left_is_removed(tmp_path: Path, start: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_of_a_killed_run_is_removed(tmp_path: Path, start: Any, caplog: pytest.LogCaptureFixture) -> None:
     process, left = start(tmp_path)
     process.kill()
     process.wait()
@@ -125,7 +125,7 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path, start: Any, caplog: p
     assert lines_with(caplog.text, "removed", str(left))
 
 
-def test_what_a_living_run_uses_is_kept(tmp_path: Path, start: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_of_a_running_run_is_kept(tmp_path: Path, start: Any, caplog: pytest.LogCaptureFixture) -> None:
     process, living = start(tmp_path)
     with caplog.at_level(logging.WARNING), run_folder(tmp_path) as folder:
         assert set(tmp_path.iterdir()) == {living, folder}
@@ -136,7 +136,7 @@ def test_what_a_living_run_uses_is_kept(tmp_path: Path, start: Any, caplog: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_not_of_a_run_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / f"{PREFIX}notes").write_text("a file")
     (tmp_path / f"{PREFIX}mine").mkdir()
     (tmp_path / "optimizer").mkdir()

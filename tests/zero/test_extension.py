@@ -147,7 +147,7 @@ def test_doctor_builds_ahead_and_names_what_fails(root: Path, tmp_path: Path, li
 # --- what a build lacks ---
 
 
-def test_what_is_missing_names_the_remedy(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tool_is_named_with_the_remedy(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert what_is_missing("cpu_lion") is None
     monkeypatch.setenv("CXX", "/nowhere/g++ -O2")
     assert "CXX names, '/nowhere/g++ -O2' (unset CXX)" in str(what_is_missing("cpu_lion"))

@@ -113,7 +113,7 @@ def test_two_groups_train_as_torch_does(name: str) -> None:
 
 
 @pytest.mark.long  # builds DeepSpeed's extension
-def test_what_a_schedule_writes_at_each_step_is_honoured() -> None:
+def test_hyper_parameters_set_by_a_schedule_are_used_in_each_step() -> None:
     results = []
     for kind in ("deepspeed", "torch"):
         of = parameters()
@@ -145,7 +145,7 @@ def test_what_a_schedule_writes_at_each_step_is_honoured() -> None:
         (lambda of: SGD(of, lr=0.1), "has none"),
     ],
 )
-def test_what_deepspeed_computes_otherwise_stays_the_users(make: Any, reason: str) -> None:
+def test_optimizer_that_deepspeed_computes_differently_is_kept(make: Any, reason: str) -> None:
     optimizer = make(parameters())
     assert reason in str(counterpart(optimizer))
     with pytest.raises(ConflictError, match="write 'auto' or 'torch'"):
@@ -375,13 +375,13 @@ def test_element_wise_optimizers_pass(kind: Any, arguments: dict[str, Any]) -> N
         (lambda of: Adagrad(of, lr_decay=0.1), ["groups and schedules"]),
     ],
 )
-def test_what_would_compute_something_else_is_refused(make: Any, words: list[str]) -> None:
+def test_optimizer_that_differs_on_flat_tensors_is_refused(make: Any, words: list[str]) -> None:
     with pytest.raises(ConflictError, match=mentions(*words)) as refused:
         host_optimizer(make(parameters()))
     assert "write" in str(refused.value)
 
 
-def test_what_cannot_be_tried_is_let_through_with_a_warning() -> None:
+def test_optimizer_that_the_trial_cannot_run_gives_a_warning() -> None:
     class Fails(SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             raise KeyError("exp_avg")

@@ -202,7 +202,7 @@ def test_variables_are_set_and_left_as_they_were(monkeypatch: pytest.MonkeyPatch
     assert dict(os.environ) == {**before, "SOLO_USER": "1"}
 
 
-def test_what_imports_set_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_set_by_imports_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SET_BY_IMPORTS:
         monkeypatch.delenv(name, raising=False)
         with environment({}):

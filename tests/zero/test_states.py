@@ -57,7 +57,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [adamw, sgd])
-def test_what_is_read_is_what_a_plain_optimizer_keeps(place: dict[str, Any], make: Make) -> None:
+def test_states_equal_those_of_a_plain_optimizer(place: dict[str, Any], make: Make) -> None:
     module, plain = net(), net()
     optimizer = make(plain)
     with engine_of(module, make(module), **place) as engine:
@@ -159,7 +159,7 @@ def test_of_the_disk_nothing_stays_in_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [adamw, sgd])
-def test_a_fresh_engine_goes_on_from_what_is_written(place: dict[str, Any], make: Make) -> None:
+def test_a_fresh_engine_continues_from_what_is_written(place: dict[str, Any], make: Make) -> None:
     plain = net()
     optimizer = make(plain)
     for seed in range(2):
@@ -179,7 +179,7 @@ def test_a_fresh_engine_goes_on_from_what_is_written(place: dict[str, Any], make
         assert_same_states(read(engine.optimizer), module, plain, optimizer)
 
 
-def test_what_is_not_written_keeps_its_own(place: dict[str, Any]) -> None:
+def test_parameters_without_new_states_keep_theirs(place: dict[str, Any]) -> None:
     module = net()
     with engine_of(module, adamw(module), **place) as engine:
         step_engine(engine, 0)

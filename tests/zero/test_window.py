@@ -86,7 +86,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
         pytest.param([["first"], ["first+second"], ["first"]], id="not at first"),
     ],
 )
-def test_what_a_step_does_not_use_has_a_gradient_of_zero(place: dict[str, Any], windows: list[list[str]]) -> None:
+def test_unused_parameter_has_a_gradient_of_zero(place: dict[str, Any], windows: list[list[str]]) -> None:
     plain = train_plain(windows)
     assert same(train(windows, place), plain)
     assert not same(train(windows, place, forget=False), plain)  # DeepSpeed steps with the last gradient once more
@@ -99,7 +99,7 @@ def test_what_a_step_does_not_use_has_a_gradient_of_zero(place: dict[str, Any], 
         pytest.param([["first+second"] * 2, ["first+second", "first"], ["second", "first"]], id="used early"),
     ],
 )
-def test_what_an_earlier_window_accumulated_is_forgotten(place: dict[str, Any], windows: list[list[str]]) -> None:
+def test_gradients_of_an_earlier_window_are_zeroed(place: dict[str, Any], windows: list[list[str]]) -> None:
     plain = train_plain(windows)
     assert same(train(windows, place), plain)
     assert not same(train(windows, place, forget=False), plain)
