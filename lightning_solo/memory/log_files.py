@@ -22,7 +22,7 @@ def not_below_a_folder(value: str) -> str | None:
 def path_below_logs(trainer: Any, path: str, option: str, instead: str) -> Path | None:
     """Return ``path`` below a Trainer's log directory, with symbolic links resolved.
 
-    For a remote directory, warns with ``instead``, the text on what replaces the file, and returns None.
+    Return None for a remote directory, with a warning that contains ``instead``, which names a replacement of the file.
 
     Raises:
         PresetError: the path is outside the directory; the message names ``option``.

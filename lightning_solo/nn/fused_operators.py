@@ -1,4 +1,4 @@
-"""The computations of the fused kernels by torch's operators, with the same results and saved tensors."""
+"""The fused kernels' computations, written in torch's operators, with the same results and saved tensors."""
 
 from __future__ import annotations
 

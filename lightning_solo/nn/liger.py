@@ -87,7 +87,7 @@ def gated_backward(
 def token_losses(
     logits: Tensor, labels: Tensor, *, label_smoothing: float, softcap: float | None, z_loss: float, gradients: bool
 ) -> Tensor:
-    """Return the losses of tokens, (tokens, vocabulary) -> (tokens,); ``gradients`` replace the logits."""
+    """Return the losses of tokens, (tokens, vocabulary) -> (tokens,); with ``gradients`` these overwrite the logits."""
     logits = logits.detach().requires_grad_(gradients)  # Liger computes gradients if it is set
     never = -1  # ignored labels have no row here
     losses: Tensor = _ops().cross_entropy_forward(

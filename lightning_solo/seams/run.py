@@ -66,7 +66,7 @@ class Window:
         return patches.steps_next(self._trainer)
 
     def before(self, batch_idx: int) -> int:
-        """Return a batch's index in its window."""
+        """Return the index of a batch in its window, which is the number of batches before it."""
         start = self.start if self.start <= batch_idx else 0  # a later start is of the previous epoch
         return (batch_idx - start) % self.factor
 

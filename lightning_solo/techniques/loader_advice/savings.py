@@ -89,7 +89,7 @@ def savings(times: Times, loading: Loading, *, cores: int, cuda: bool) -> list[S
 
 
 def _more_workers(times: Times, loading: Loading, cores: int) -> tuple[int, float]:
-    """Return the workers that keep up with the steps, at most one per core, and the most seconds that they save."""
+    """Return the number of workers that keep up with the steps, at most one per core, and the most seconds saved."""
     present = loading.workers or 0
     if times.wait_s <= 0:
         return present, 0.0
