@@ -6,28 +6,39 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 
-def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Write a temporary file in the same folder, then rename it; a ``durable`` file also survives a power failure.
+@contextmanager
+def whole_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Yield a temporary path in the same folder; a file written there gets the name ``path`` at a clean end.
 
-    Raises:
-        OSError: it can't be written; an existing file is unchanged.
+    After an exception it is removed, and an existing file ``path`` is unchanged. A ``durable`` file also survives a
+    power failure.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".new-{os.getpid()}-{threading.get_ident()}")
     try:
-        with new.open("wb") as file:
-            file.write(content)
-            file.flush()
-            if durable:
+        yield new
+        if durable:
+            with new.open("rb") as file:
                 os.fsync(file.fileno())
         new.replace(path)
     finally:
         new.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Write a file by `whole_file`.
+
+    Raises:
+        OSError: it can't be written; an existing file is unchanged.
+    """
+    with whole_file(path, durable=durable) as new:
+        new.write_bytes(content)
 
 
 def write_json(path: Path, data: Mapping[Any, Any], *, durable: bool = True) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
-from lightning_solo.optim.adamw_state_dict import require_plain_states
+from lightning_solo.optim.adamw_state_dict import require_plain_states, unmarked
 from lightning_solo.optim.window_gradients import warn_of_dropped_window
 from lightning_solo.seams.run import warn_of_short_epoch
 
@@ -67,8 +67,10 @@ class PresetGuard(Callback):
                 yield name, value, actual[name]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Record whether the checkpoint has released gradients of an open window, which torch's optimizers ignore."""
-        self._window_loaded = any("window" in state for state in checkpoint.get("optimizer_states", []))
+        """Prepare the checks of `on_train_start`: torch's optimizers load compact states, and ignore an open window."""
+        states = checkpoint.get("optimizer_states", [])
+        self._window_loaded = any("window" in state for state in states)
+        states[:] = map(unmarked, states)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse checkpoint states that this run's optimizers can't use; warn of a dropped window or a short epoch.

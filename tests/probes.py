@@ -35,6 +35,10 @@ class CheckpointProbe(Checkpoint):
         self._probe.note("saved_states")
         return states
 
+    def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        self._probe.note("saved")
+        return checkpoint
+
 
 class Probe(Technique):
     """Notes its calls at every seam, except those of optimizers and their steps.

@@ -34,6 +34,7 @@ LEVELS = {
     "optim": 1,
     "zero": 1.5,  # an engine of its own, which steps optimizers
     "seams": 1.8,
+    "export": 1.9,  # reads what techniques save, and knows none of them
     "techniques": 2,
     "planner": 4,
     "sweeps": 4,
@@ -63,6 +64,7 @@ LATE = {
     "altair",
     "vl_convert",
     "jinja2",
+    "safetensors",
 }
 BACK_END_FACTS = "lightning_solo.optim.back_end_facts"  # without torch: presets are checked against them
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

@@ -25,6 +25,7 @@ from lightning_solo import errors
 from lightning_solo.cards.catalogue import own_cards
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cli import COMMANDS
+from lightning_solo.cli import export as export_command
 from lightning_solo.cli import results as results_command
 from lightning_solo.cli.command_line import check_command_line
 from lightning_solo.cli.ladder_line import compose_base
@@ -143,6 +144,8 @@ def check_solo(arguments: list[str]) -> None:
     elif name == "results":
         options = results_command._parser().parse_args(rest)
         assert options.sort in results_command.COLUMNS
+    elif name == "export":
+        export_command.parse(rest)
     elif name == "report":
         assert len(rest) == 1
     elif name == "doctor":

@@ -21,6 +21,7 @@ COMMANDS = {
     "presets": "list the presets, each with its purpose and its device",
     "show": "print a preset as composed: lightning-solo show checkpointing +callback=throughput",
     "report": "draw a run, a sweep or a ladder in one HTML page: lightning-solo report runs/first",
+    "export": "write the weights of a run or a checkpoint as one plain file: lightning-solo export runs/first",
     "doctor": "print what this machine has and what each preset lacks here; --build compiles DeepSpeed's extensions",
 }
 

@@ -26,6 +26,10 @@ UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Options of torch's AdamW and Adam that have no compact form."""
 WEIGHTS_ALONE = "start from its weights alone: MyModule.load_from_checkpoint(path), and fit without ckpt_path"
 """The remedy where optimizer states can't be loaded."""
+CONVERT = "lightning-solo convert FILE --to plain"
+"""The command that makes a plain checkpoint of a compact one."""
+_STEPS = "steps"  # the count of steps in a marked state, whose "step" is a message
+_REFUSAL = f"compact states, which a plain run can't read: write {CONVERT}".encode()
 
 
 def loadable_states(
@@ -36,6 +40,7 @@ def loadable_states(
     Raises:
         CheckpointError: groups, names, sizes or bits differ, tensors are missing, or an option is `UNSUPPORTED`.
     """
+    state_dict = unmarked(state_dict)
     _require_supported(state_dict)
     _require_same_names(state_dict["param_groups"], optimizer.param_groups)
     states = saved_states(optimizer, state_dict)
@@ -68,6 +73,32 @@ def loaded_state(
     return state
 
 
+def marked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return compact states that torch's optimizers refuse to load, by an error that names the remedy.
+
+    A Trainer without this package loads them into the user's own optimizer. That one takes a count of steps that is no
+    tensor by ``float``, whose error shows the text. SGD alone has no such count.
+    """
+    states = {key: _marked(state) if state else state for key, state in state_dict["state"].items()}
+    return {**state_dict, "state": states}
+
+
+def _marked(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {_STEPS if name == "step" else name: value for name, value in state.items()} | {"step": _REFUSAL}
+
+
+def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states that were `marked`; others as they are."""
+    states = {key: _unmarked(state) for key, state in state_dict.get("state", {}).items()}
+    return {**state_dict, **({"state": states} if "state" in state_dict else {})}
+
+
+def _unmarked(state: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(state.get("step"), bytes):
+        return dict(state)
+    return {"step" if name == _STEPS else name: value for name, value in state.items() if name != "step"}
+
+
 def require_plain(p: Tensor, state: Mapping[str, Any], name: str, optimizer: str) -> None:
     """Refuse to load a compact optimizer's state into an optimizer that would misread it.
 
@@ -79,7 +110,7 @@ def require_plain(p: Tensor, state: Mapping[str, Any], name: str, optimizer: str
     if "correction" in state or "exp_avg_scale" in state or is_flat:
         raise CheckpointError(
             f"the checkpoint has compact states of {name}, which {optimizer} can't read; resume under the preset that"
-            f" saved it (compact, compact_states, ...), or {WEIGHTS_ALONE}"
+            f" saved it (compact, compact_states, ...), convert it by {CONVERT}, or {WEIGHTS_ALONE}"
         )
 
 

@@ -77,6 +77,11 @@ class SplitOptimizer(Optimizer):
         has_correction = p.dtype == torch.bfloat16 and isinstance(self.master_bits, int)
         return CORRECTIONS[int(self.master_bits)] if has_correction else None
 
+    def bits_of(self, p: Tensor) -> int:
+        """Return the bits of a parameter's master weight: 16 for a bf16 parameter without a correction."""
+        kind = self._correction_type(p)
+        return 8 * (p.element_size() + (kind.itemsize if kind is not None else 0))
+
     @property
     def numel(self) -> int:
         """Elements of all parameters."""

@@ -201,6 +201,13 @@ def _optimizer_state(run: Run, own: Own, optimizer: Any) -> dict[str, Any]:
     return states
 
 
+def _save_checkpoint(run: Run, own: Own, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """Write a checkpoint."""
+    for each in run.checkpoints():
+        checkpoint = each.saved(checkpoint)
+    own(checkpoint, *args, **kwargs)
+
+
 def _load_optimizer_state_dict(run: Run, own: Own, checkpoint: Mapping[str, Any]) -> None:
     """Load the states of the optimizers."""
     run.load_states(own)(checkpoint)
@@ -209,6 +216,7 @@ def _load_optimizer_state_dict(run: Run, own: Own, checkpoint: Mapping[str, Any]
 SAVING: dict[str, Callable[..., Any]] = {
     "lightning_module_state_dict": _lightning_module_state_dict,
     "optimizer_state": _optimizer_state,
+    "save_checkpoint": _save_checkpoint,
 }
 """The replacements that stay after a run, until the next one, if a technique changes checkpoints."""
 AROUND: dict[str, Callable[..., Any]] = {

@@ -34,6 +34,10 @@ class Checkpoint:
         """Return the states to save, from the optimizer's state dict."""
         return states
 
+    def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint to write, of which weights and states are a part."""
+        return checkpoint
+
 
 class Technique(Callback):
     """A callback that also acts at seams of the strategy, under any strategy for one device and in both homes.

@@ -75,7 +75,7 @@ def require_called(calls: Counter[str], steps: bool) -> None:
     assert calls["batches"] > 0
     assert calls["steps"] > 0
     once_in_a_fit = ["building", "transform", "loader", "leaving"]
-    once_in_both = ["loading_weights", "load_states", "saved_weights", "saved_states"]
+    once_in_both = ["loading_weights", "load_states", "saved_weights", "saved_states", "saved"]
     assert {name: calls[name] for name in once_in_a_fit} == dict.fromkeys(once_in_a_fit, 2)
     assert {name: calls[name] for name in once_in_both} == dict.fromkeys(once_in_both, 1)
     assert calls["clip"] == calls["steps"]

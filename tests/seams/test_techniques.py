@@ -78,7 +78,7 @@ def test_every_seam_is_called_in_order(
     )
     trainer.fit(module, loader(1))
     set_up = ["building", "configure_model", "built", "transform", "configure_optimizers", "optimizers"]
-    batch = ["step", "loss", "training_step", "backward", "clip", "saved_weights", "saved_states"]
+    batch = ["step", "loss", "training_step", "backward", "clip", "saved_weights", "saved_states", "saved"]
     assert notes == [*set_up, "loader", *batch, "leaving", "undone"]
     assert kind != "own" or trainer.strategy.mine
     notes.clear()
@@ -299,6 +299,9 @@ def test_checkpoints_are_saved_after_a_fit_as_during_it(
         def saved_states(self, optimizer: Any, states: dict[str, Any]) -> dict[str, Any]:
             return {**states, "marked": states.get("marked", 0) + 1}
 
+        def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+            return {**checkpoint, "saved": checkpoint.get("saved", 0) + 1}
+
     class InDouble(Technique):
         phase = Phase.STATES
 
@@ -313,6 +316,7 @@ def test_checkpoints_are_saved_after_a_fit_as_during_it(
         saved = torch.load(tmp_path / "after.ckpt", weights_only=True)
         assert {value.dtype for value in saved["state_dict"].values()} == {torch.float64}
         assert weights_only or saved["optimizer_states"][0]["marked"] == 1
+        assert saved["saved"] == 1
 
 
 def test_two_techniques_that_replace_optimizers_are_refused(home: ModuleType, make_trainer: Make) -> None:

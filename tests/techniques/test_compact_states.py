@@ -477,8 +477,9 @@ def test_trace_resumed_run_is_the_undisturbed_one(
     half.save_checkpoint(path := tmp_path / "half.ckpt", weights_only=False)  # after the fit
     file = torch.load(path, weights_only=True)  # no class of this package
     has_corrections = any("correction" in state for state in file["optimizer_states"][0]["state"].values())
-    assert has_corrections == (kind == "bf16" and master_bits == 24)
-    expected = {key: value.cpu() for key, value in (weights if kind == "bf16" else masters)(half).items()}
+    assert has_corrections == (kind == "bf16" and master_bits == 24 and name == "AdamW")
+    in_bf16 = kind == "bf16" and name == "AdamW"  # states of others are torch's own, which need fp32 weights
+    expected = {key: value.cpu() for key, value in (weights if in_bf16 else masters)(half).items()}
     assert equal({key: value.cpu() for key, value in file["state_dict"].items()}, expected)
     half.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     assert equal(torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"], file["state_dict"])

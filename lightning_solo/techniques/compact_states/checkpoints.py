@@ -1,4 +1,8 @@
-"""Compact states in a checkpoint: bf16 weights with corrections, or fp32 master weights without."""
+"""Compact states in a checkpoint: bf16 weights with corrections, or fp32 master weights without.
+
+States of another optimizer than AdamW are torch's own. Their weights are saved in fp32 in both forms, so that a plain
+run resumes exactly.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_solo.optim.adamw_state_dict import marked
+from lightning_solo.optim.checkpoint_masters import RECORD, masters_of, record, replaced
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.seams import patches
@@ -46,27 +52,21 @@ class CompactCheckpoint(Checkpoint):
         set_master_weights(self._ctx.strategy.optimizers, self._ctx.module, checkpoint["state_dict"])
 
     def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the bf16 weights, or fp32 master weights."""
-        if self._form == "bf16":
-            return weights
-        return with_master_weights(weights, self._ctx.module, self._ctx.strategy.optimizers)
+        """Return the bf16 weights, or fp32 master weights of optimizers whose states are plain, or of all."""
+        optimizers = [each for each in self._ctx.strategy.optimizers if not self._has_corrections(each)]
+        return replaced(weights, masters_of(self._ctx.module, optimizers))
 
     def saved_states(self, optimizer: Optimizer, states: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's states; without corrections if the weights are fp32."""
-        return states if self._form == "bf16" else without_corrections(states)
+        kept = states if self._has_corrections(optimizer) else without_corrections(states)
+        return marked(kept) if isinstance(optimizer, CompactAdamW) else kept
 
+    def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint with a record of the optimizers' parameters."""
+        return {**checkpoint, RECORD: record(self._ctx.module, self._ctx.strategy.optimizers)}
 
-def with_master_weights(
-    weights: Mapping[str, Any], module: nn.Module, optimizers: Iterable[Optimizer]
-) -> dict[str, Any]:
-    """Return a module's state dict with fp32 master weights, on the host."""
-    joined = dict(weights)
-    holders = [optimizer for optimizer in optimizers if isinstance(optimizer, WITH_MASTERS)]
-    held: dict[Tensor, Any] = {p: each for each in holders for group in each.param_groups for p in group["params"]}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        if name in joined and p in held:
-            joined[name] = held[p].master_weight(p).cpu()  # all at once might not fit on the device
-    return joined
+    def _has_corrections(self, optimizer: Optimizer) -> bool:
+        return self._form == "bf16" and isinstance(optimizer, CompactAdamW)
 
 
 def without_corrections(states: Mapping[str, Any]) -> dict[str, Any]:

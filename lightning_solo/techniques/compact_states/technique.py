@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from lightning_solo.errors import ConflictError
 from lightning_solo.optim import back_ends
 from lightning_solo.optim.back_end_facts import BACK_ENDS
+from lightning_solo.optim.checkpoint_masters import bits_of
 from lightning_solo.optim.compact_adamw import CompactAdamW
+from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.split_weights import STOCHASTIC
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -146,8 +148,25 @@ class CompactStates(Technique, Settings):
             self._log_states(ctx, ctx.strategy.optimizers)
         return result
 
+    def _log_bits(self, ctx: Run) -> None:
+        """Log which bits the module's weights have after the fit, and the call that returns their master weights."""
+        every = list(ctx.module.parameters())
+        if not (parts := [p for p in every if p.dtype == torch.bfloat16]):
+            return
+        held = {p: bits_of(each, p) for each in ctx.strategy.optimizers for p in parameters_of(each)}
+        words = f"{len(parts)} of the module's {len(every)} weights are bf16"
+        if (bits := max(held.get(p, 16) for p in parts)) > 16:
+            words += (
+                f", rounded from master weights of {bits} bits; solo.export_weights(module) returns those in fp32, and"
+                ' output="weights.safetensors" writes them'
+            )
+        else:
+            words += "; there are no master weights"
+        ctx.info(f"compact_states: at the end of the fit {words}")
+
     def leaving(self, ctx: Run, proceed: Callable[[], Any]) -> None:
         """Move weights and states to the host if they fit there."""
+        self._log_bits(ctx)
         strategy = ctx.strategy
         if self.budget is None or host_has_room(ctx.module, strategy.optimizers):
             proceed()

@@ -1,0 +1,117 @@
+"""Read checkpoints as plain data, and write files that are whole or absent."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_solo.atomic_files import whole_file
+from lightning_solo.errors import CheckpointError, SoloError
+
+LAST = Path("checkpoints", "last.ckpt")
+"""The last checkpoint in the folder of a run."""
+
+
+class Inert:
+    """Takes the place of each unknown class in a file, so that reading runs no code of it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        """Return an object without the arguments."""
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Ignore the arguments."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore the state."""
+
+
+def checkpoint_of(source: Path) -> Path:
+    """Return the checkpoint that a path names: itself, or the last one in the folder of a run.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (source / LAST).exists():
+        return source / LAST
+    if source.is_file():
+        return source
+    if not source.exists():
+        raise CheckpointError(f"{source}: no such file or folder; write the path of a checkpoint or of a run's folder")
+    below = sorted(map(str, source.rglob("*.ckpt")))[:5]
+    there = f"it has {', '.join(below)}" if below else "it has no *.ckpt"
+    raise CheckpointError(f"{source} is not the folder of a run, which has {LAST}: write the path of a file; {there}")
+
+
+def read(path: Path, *, inert: bool = False) -> dict[str, Any]:
+    """Return a checkpoint, on the host, by ``weights_only=True``.
+
+    Args:
+        path: the file.
+        inert: whether objects of unknown classes are replaced by objects without content; else they are refused.
+
+    Raises:
+        CheckpointError: the file is damaged, isn't a checkpoint, or has objects that are no plain data.
+    """
+    whole = zipfile.is_zipfile(path)  # torch's format since 1.6, whose tensors can be mapped into memory
+    try:
+        foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path) if whole else []
+        if foreign and not inert:
+            raise CheckpointError(
+                f"{path} has objects of {', '.join(sorted(foreign))}, which are no plain data and can't be copied"
+                " safely; save it without them, for example by self.save_hyperparameters(ignore=[...])"
+            )
+        with torch.serialization.safe_globals([_inert(name) for name in foreign]):
+            content = torch.load(path, map_location="cpu", mmap=whole, weights_only=True)
+    except (RuntimeError, EOFError, LookupError, ValueError, TypeError, OSError, pickle.UnpicklingError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        lines = str(error).rpartition("WeightsUnpickler error:")[2].split("\n")  # torch writes a page around it
+        reason = next(filter(None, map(str.strip, lines)), type(error).__name__)
+        raise CheckpointError(f"{path} is damaged, or no checkpoint ({reason})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} has a {type(content).__name__}, not a checkpoint")
+    return content
+
+
+def _inert(name: str) -> tuple[Callable[..., Any], str]:
+    as_dict = name == "collections.defaultdict"  # whose items torch puts into dictionaries alone
+    return (_dictionary if as_dict else type("Inert", (Inert,), {})), name
+
+
+def _dictionary(*args: Any) -> dict[Any, Any]:
+    return {}
+
+
+def refuse_existing(output: Path, *, overwrite: bool) -> None:
+    """Refuse to replace a file.
+
+    Raises:
+        CheckpointError: the output exists and ``overwrite`` is False, or it is a folder.
+    """
+    if output.is_dir():
+        raise CheckpointError(f"{output} is a folder; write the path of a file")
+    if output.exists() and not overwrite:
+        raise CheckpointError(f"{output} exists; write --force (in Python overwrite=True) to replace it, or another")
+
+
+@contextmanager
+def written(output: Path) -> Iterator[Path]:
+    """Yield a temporary path that becomes the output at a clean end.
+
+    Raises:
+        CheckpointError: it can't be written; nothing is left.
+    """
+    try:
+        with whole_file(output) as new:
+            yield new
+    except SoloError:
+        raise
+    except Exception as error:  # OSError, or of the writing library, where the disk is full
+        raise CheckpointError(f"{output} can't be written: {getattr(error, 'strerror', None) or error}") from error

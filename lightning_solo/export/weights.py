@@ -1,0 +1,234 @@
+"""Plain weights of a module or a checkpoint: split weights with their corrections, in fp32 or bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
+from lightning_solo.export.formats import Request
+from lightning_solo.export.sources import checkpoint_of, read, refuse_existing, written
+from lightning_solo.machine import is_installed
+from lightning_solo.optim.checkpoint_masters import RECORD, bits_of, masters_of, place
+from lightning_solo.optim.param_groups import parameters_of
+from lightning_solo.optim.split_weights import joined
+from lightning_solo.units import format_bytes
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The weights of a module or a checkpoint.
+
+    Attributes:
+        name: for messages.
+        weights: the state dict.
+        masters: name -> function that returns the fp32 master weight, where the weight itself has fewer bits.
+        trained: name -> bits of each trained parameter; None where they are unknown.
+    """
+
+    name: str
+    weights: Mapping[str, Any]
+    masters: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
+    trained: Mapping[str, int] | None = None
+
+
+def export_weights(
+    source: nn.Module | str | Path, dtype: str = "fp32", output: str | Path | None = None, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """Return the weights of a module or a checkpoint as one plain state dict on the host; write it, too.
+
+    Weights that ``compact`` splits are joined with their corrections, and those of ``zero_offload`` are its fp32 master
+    weights. Tied weights stay tied. Integers and float64 are copied as they are.
+
+    Args:
+        source: a LightningModule during or after its fit, any other module, the path of a checkpoint, or the folder of
+            a run, of which the last checkpoint is taken.
+        dtype: "fp32", or "bf16": as the forward of ``compact`` uses them.
+        output: a file to write: ``.safetensors``, or ``.pt`` by ``torch.save``. Of tied weights safetensors stores the
+            first, and the names of the others in its metadata.
+        overwrite: whether an existing file is replaced.
+
+    Raises:
+        CheckpointError: the trained weights have 16 bits and ``dtype`` is "fp32"; the file is damaged or has no
+            weights; the output exists or can't be written.
+        CapabilityError: the package safetensors is missing.
+        PresetError: an unknown ``dtype`` or suffix.
+
+    >>> solo_weights = export_weights(nn.Linear(2, 1), "bf16")
+    >>> {name: value.dtype for name, value in solo_weights.items()}
+    {'weight': torch.bfloat16, 'bias': torch.bfloat16}
+    """
+    if dtype not in DTYPES:
+        raise PresetError(f"dtype={dtype!r}: write {' or '.join(DTYPES)}")
+    path = None if output is None else Path(output)
+    if path is not None:
+        _require_writable(path, overwrite=overwrite)
+    weights = _plain(_of_module(source) if isinstance(source, nn.Module) else _of_file(Path(source)), dtype)
+    if path is not None:
+        _write(weights, path)
+    return weights
+
+
+def write_weights(request: Request) -> str:
+    """Write the weights of a checkpoint; return a line with file, type and size."""
+    checkpoint = checkpoint_of(request.source)
+    output = request.output or checkpoint.with_name(f"{checkpoint.stem}-{request.dtype}.safetensors")
+    weights = export_weights(checkpoint, request.dtype, output, overwrite=request.overwrite)
+    tensors = [value for value in weights.values() if isinstance(value, Tensor)]
+    size = format_bytes(output.stat().st_size)
+    return f"weights: {output}, {size}: {len(tensors)} tensors of {checkpoint} in {request.dtype}"
+
+
+# --- sources ---
+
+
+def _of_module(module: nn.Module) -> Source:
+    """Return the weights of a module, and the master weights that the optimizers of its Trainer hold."""
+    try:
+        trainer: Any = module.trainer
+        strategy = trainer.strategy if trainer.lightning_module is module else None
+    except (AttributeError, RuntimeError):  # no LightningModule, or none that a Trainer has
+        strategy = None
+    if strategy is None:
+        return Source(type(module).__name__, module.state_dict())
+    weights: dict[str, Any] = strategy.lightning_module_state_dict()  # under zero_offload the master weights
+    optimizers = strategy.optimizers
+    trained = {p: bits_of(each, p) for each in optimizers for p in parameters_of(each) if p.requires_grad}
+    named = {name: trained[p] for name, p in module.named_parameters() if p in trained}
+    for name, value in weights.items():  # where the strategy has the master weights
+        if name in named and isinstance(value, Tensor):
+            named[name] = max(named[name], 8 * value.element_size())
+    return Source(type(module).__name__, weights, masters_of(module, optimizers), named or None)
+
+
+def _of_file(path: Path) -> Source:
+    checkpoint = read(path := checkpoint_of(path), inert=True)
+    weights = checkpoint.get("state_dict", checkpoint)
+    if not any(isinstance(value, Tensor) for value in weights.values()):
+        raise CheckpointError(f"{path} has no weights; there are {', '.join(map(str, checkpoint)) or 'no entries'}")
+    if RECORD not in checkpoint:
+        states = [state for each in checkpoint.get("optimizer_states", ()) for state in each.get("state", {}).values()]
+        if any("correction" in state for state in states):
+            raise CheckpointError(unnamed(path))
+        return Source(str(path), weights)
+    masters, trained = {}, {}
+    optimizers = checkpoint.get("optimizer_states", [{"state": {}} for _ in checkpoint[RECORD]])
+    for parameters, saved in zip(checkpoint[RECORD], optimizers, strict=True):
+        for number, parameter in enumerate(parameters):
+            name, correction = parameter["name"], saved["state"].get(number, {}).get("correction")
+            if name not in weights:
+                continue
+            if parameter["trained"]:
+                trained[name] = parameter["bits"] if correction is not None else 8 * weights[name].element_size()
+            if correction is not None:
+                masters[name] = partial(joined, weights[name], correction)
+    return Source(str(path), weights, masters, trained)
+
+
+def unnamed(path: Path) -> str:
+    """Return the message for a file whose corrections can't be assigned to weights."""
+    return (
+        f"{path} was saved by an earlier version, which didn't record the weight of each correction: resume it once"
+        " under its preset, trainer.fit(module, ckpt_path=...), and save again, trainer.save_checkpoint(...)"
+    )
+
+
+# --- one state dict ---
+
+
+def _plain(source: Source, dtype: str) -> dict[str, Any]:
+    """Return a source's weights in one type.
+
+    Raises:
+        CheckpointError: fp32 is asked for, and the trained weights have fewer bits.
+    """
+    if dtype == "fp32":
+        _require_full(source)
+    masters = {place(source.weights[name]): make for name, make in source.masters.items() if name in source.weights}
+    made: dict[Any, Any] = {}
+    plain = {}
+    for name, value in source.weights.items():
+        key = place(value) if isinstance(value, Tensor) else name
+        if key not in made:
+            made[key] = _converted(value, masters.get(key), DTYPES[dtype])
+        plain[name] = made[key]
+    return plain
+
+
+def _converted(value: Any, master: Callable[[], Tensor] | None, dtype: torch.dtype) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = value.detach()
+    if value.is_floating_point() and value.element_size() in (2, 4) and value.dtype != dtype:
+        return (value if master is None else master()).to("cpu", dtype, copy=True)
+    return value.to("cpu", copy=True)
+
+
+def _require_full(source: Source) -> None:
+    narrow = [name for name, value in source.weights.items() if _is_narrow(value)]
+    if source.trained is not None:
+        names: Iterable[str] = [name for name in narrow if source.trained.get(name, 32) <= 16]
+    else:  # whether they were trained is unknown: a frozen part may be narrow
+        names = narrow if len(narrow) == sum(map(_is_floating, source.weights.values())) else []
+    if names := list(names):
+        kind = str(source.weights[names[0]].dtype).removeprefix("torch.")
+        raise CheckpointError(
+            f"{source.name}: dtype=fp32, but {_listed(names)} have 16 bits ({kind}), without corrections; write"
+            " dtype=bf16 (--dtype bf16), or export from a checkpoint of compact that has its optimizer states"
+        )
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _is_narrow(value: Any) -> bool:
+    return _is_floating(value) and value.element_size() == 2
+
+
+def _listed(names: Collection[str]) -> str:
+    first = ", ".join(list(names)[:3])
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
+
+
+# --- files ---
+
+
+def _require_writable(path: Path, *, overwrite: bool) -> None:
+    if path.suffix not in SUFFIXES:
+        raise PresetError(f"output={path}: write a file that ends in {', '.join(SUFFIXES)}")
+    if path.suffix == SUFFIXES[0] and not is_installed("safetensors"):
+        raise CapabilityError(
+            f"{path}: the package safetensors is not installed; write pip install lightning-solo[safetensors], or"
+            f" another file: {path.with_suffix('.pt')}"
+        )
+    refuse_existing(path, overwrite=overwrite)
+
+
+def _write(weights: Mapping[str, Any], path: Path) -> None:
+    if path.suffix != SUFFIXES[0]:
+        with written(path) as new, new.open("wb") as file:
+            torch.save(dict(weights), file)
+        return
+    if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(
+            f"{path}: safetensors stores tensors alone, not {_listed(others)}; write {path.with_suffix('.pt')}"
+        )
+    from safetensors.torch import save_file
+
+    first: dict[int, str] = {}
+    for name, value in weights.items():
+        first.setdefault(id(value), name)
+    tied = {name: first[id(value)] for name, value in weights.items() if first[id(value)] != name}
+    stored = {name: value.contiguous() for name, value in weights.items() if name not in tied}
+    with written(path) as new:
+        save_file(stored, new, metadata={"format": "pt", **tied})
