@@ -144,6 +144,7 @@ WORDS_IN_COMMON = {
     # what to write in the place of an old name
     "presets/old_spellings.py": {"compact_states", "gradient_release", "CompactStates", "GradientRelease"},
     "report/run_folder.py": {"throughput", "Throughput"},  # name and title of a chart
+    "seams/run.py": {"gradient_release"},  # the module of the mechanism
     "zero/config.py": {"activation_checkpointing"},  # a section of DeepSpeed's configuration
 }
 

@@ -20,6 +20,7 @@ On a GPU the host waits for the device once, at the end of a window, to learn wh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,12 +35,14 @@ from lightning_solo.optim.gradient_checks import not_finite, require_dense
 from lightning_solo.optim.gradient_sums import GradientSums
 from lightning_solo.optim.immediate_steps import ImmediateSteps, clamped
 from lightning_solo.optim.kernels import Control
-from lightning_solo.optim.operator_kernels import greatest
+from lightning_solo.optim.operator_kernels import greatest, norm
 from lightning_solo.optim.param_groups import name_in, parameters_of
 from lightning_solo.optim.staging import Staging
 from lightning_solo.optim.window_gradients import saved_window
 
 BUFFERS = ("device", "host")
+Observer = Callable[[Sequence[Tensor], Tensor, Tensor], None]
+"""Receives parameters, and the norms of their gradients before and after clipping, in fp32, a number for each."""
 
 
 class StepInBackward:
@@ -59,6 +62,9 @@ class StepInBackward:
         max_norm: bound of the gradients' global norm, as in `torch.nn.utils.clip_grad_norm_`.
         max_value: bound of each element; gradients are clamped to it before the norm is taken.
         buffer: where gradients are kept: "device" or "host".
+
+    Attributes:
+        observe: called with the norms of gradients before they are used; None measures none.
 
     Raises:
         ConflictError: the optimizer isn't known to step each parameter by itself.
@@ -83,6 +89,7 @@ class StepInBackward:
             raise PresetError(f"StepInBackward: buffer={buffer!r}: write 'device' or 'host'")
         self.optimizer, self.accumulation, self.buffer = optimizer, accumulation, buffer
         self.max_norm, self.max_value = max_norm, max_value
+        self.observe: Observer | None = None
         self._immediate = ImmediateSteps(optimizer)
         self._compact = optimizer if isinstance(optimizer, CompactAdamW) else None
         self._kept: GradientSums | None = None
@@ -213,15 +220,22 @@ class StepInBackward:
         elif parameter in self._immediate:
             raise self._second_gradient(parameter, ", and has been stepped with the first")
         else:
+            if self.observe is not None:
+                before, after = (norm(gradient, bound).float().view(1) for bound in (math.inf, self._bound))
+                self.observe([parameter], before, after)
             self._immediate.step(parameter, gradient, self._bound)
 
     def _control(self, scale: Tensor | None = None) -> Control:
         if self._compact is not None:
             return self._compact.control(scale, self._bound)
-        if self._plain is None or self._plain.bound != self._bound:  # sums read the bound alone
-            zero = torch.zeros((), device=self._first.device)
-            self._plain = Control(zero, zero, self._bound)
+        if self._plain is None or self._plain.bound != self._bound:
+            self._plain = self._measuring(self._bound)
         return self._plain
+
+    def _measuring(self, bound: float) -> Control:
+        """Return a control for sums, which read the bound alone."""
+        zero = torch.zeros((), device=self._first.device)
+        return Control(zero, zero, bound)
 
     @property
     def _bound(self) -> float:
@@ -279,6 +293,10 @@ class StepInBackward:
         total = self._sums.norm(kept, self._control())
         scale = (math.inf if self.max_norm is None else self.max_norm) / (total + 1e-6)
         scale = torch.where(total.isfinite(), scale.clamp(max=1.0), torch.nan)
+        if self.observe is not None:
+            after = self._sums.norms(kept, self._control())
+            before = after if self.max_value is None else self._sums.norms(kept, self._measuring(math.inf))
+            self.observe(kept, before, after * scale.float())
         if self._compact is None:
             factor = float(scale)  # the one wait for the device
             if math.isnan(factor):

@@ -55,6 +55,16 @@ class GradientSums:
 
     def norm(self, parameters: Iterable[Tensor], control: Control) -> Tensor:
         """Return the norm of the kept gradients, clamped to the bound; not finite if an element isn't. Doesn't wait."""
+        norm: Tensor = torch.linalg.vector_norm(torch.cat(self._measured(parameters, control)))
+        return norm
+
+    def norms(self, parameters: Iterable[Tensor], control: Control) -> Tensor:
+        """Return the norm of each kept gradient, in fp32, as `norm`."""
+        partials = self._measured(parameters, control)
+        return torch.stack([torch.linalg.vector_norm(parts).float() for parts in partials])
+
+    def _measured(self, parameters: Iterable[Tensor], control: Control) -> list[Tensor]:
+        """Return the norms of the parts of each kept gradient; measure those that are missing."""
         chosen = list(parameters)
         self._forget_other_bounds(control)
         by_type: dict[torch.dtype, list[Sum]] = {}
@@ -66,8 +76,7 @@ class GradientSums:
                     self._kernels.add([Sum(total, partials=partials)], control)
         for sums in by_type.values():
             self._kernels.add(sums, control)
-        norm: Tensor = torch.linalg.vector_norm(torch.cat([self._partials[p] for p in chosen]))
-        return norm
+        return [self._partials[p] for p in chosen]
 
     def saved(self, parameter: Tensor) -> Tensor:
         """Return a parameter's kept gradient, in its shape, without a copy."""

@@ -254,7 +254,12 @@ def all_stays(strategy: Any) -> Iterator[None]:
 def log_metrics(trainer: Any, metrics: Mapping[str, float | None]) -> None:
     """Pass metrics to all loggers, at the step number that ``self.log`` uses, without its keys and aggregation."""
     for logger in trainer.loggers:
-        logger.log_metrics(metrics, step=int(trainer.fit_loop.epoch_loop._batches_that_stepped))
+        logger.log_metrics(metrics, step=stepped_batches(trainer))
+
+
+def stepped_batches(trainer: Any) -> int:
+    """Return the number of batches after which optimizers have stepped: the step number of ``self.log``."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def steps_next(trainer: Any) -> bool:

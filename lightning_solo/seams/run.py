@@ -19,6 +19,7 @@ from lightning_solo.seams import patches
 from lightning_solo.seams.homes import home_of, part
 
 if TYPE_CHECKING:
+    from lightning_solo.optim.gradient_release import StepInBackward
     from lightning_solo.seams.technique import Checkpoint, Technique
 
 
@@ -113,6 +114,7 @@ class Run:
         trainer: a Trainer of either home.
         home: the package of the Trainer, ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
         window: the current accumulation window.
+        release: the mechanism that uses gradients in backward; None if parameters keep them until the step.
         is_set_up: whether module and optimizers are ready.
         undo: stack of functions that restore the module and Lightning's objects. It is closed once, after the run or
             its failure.
@@ -123,6 +125,7 @@ class Run:
         self.trainer = trainer
         self.home = home_of(trainer)
         self.window = Window(trainer)
+        self.release: StepInBackward | None = None
         self.undo = ExitStack()
         self.is_set_up = False
         self.ended = False

@@ -61,6 +61,7 @@ class GradientsAfterBackward:
 # --- acted ---
 
 
+@pytest.mark.filterwarnings("ignore:Watch.on_after_backward finds no .grad")
 @pytest.mark.every_change
 def test_acted_in_backward(home: ModuleType, make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
     watch, plain = GradientsAfterBackward(home), GradientsAfterBackward(home)
@@ -413,10 +414,27 @@ def test_refusals_name_the_remedy(home: ModuleType, make_trainer: Make) -> None:
         fit(home, make_trainer, [GradientRelease(), GradientRelease("host")])
     reads = regression(home, net())
     type(reads).on_after_backward = lambda self: None
-    with pytest.warns(UserWarning, match=mentions("on_after_backward finds no .grad: ", "~callback.gradient_release")):
+    remedies = "+callback=gradient_norm", "~callback.gradient_release"
+    with pytest.warns(UserWarning, match=mentions("on_after_backward finds no .grad: ", *remedies)):
         fit(home, make_trainer, [GradientRelease()], reads)
 
 
+def test_callback_that_reads_gradients_is_named_and_another_is_not(home: ModuleType, make_trainer: Make) -> None:
+    class Reads(home.Callback):  # type: ignore[name-defined,misc]
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            assert all(p.grad is None for p in pl_module.parameters())
+
+    class Counts(home.Callback):  # type: ignore[name-defined,misc]
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            self.step = trainer.global_step
+
+    with pytest.warns(UserWarning, match="finds no .grad") as warned:
+        fit(home, make_trainer, [GradientRelease(), Reads(), Counts()])
+    (message,) = {str(each.message) for each in warned if "finds no .grad" in str(each.message)}
+    assert lines_with(message, "Reads.on_before_optimizer_step", "+callback=gradient_norm")
+
+
+@pytest.mark.filterwarnings("ignore:Watch.on_after_backward finds no .grad")
 @pytest.mark.every_change
 def test_the_preset_trains(home: ModuleType, make_trainer: Make) -> None:
     watch = GradientsAfterBackward(home)

@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
@@ -83,7 +84,7 @@ class GradientRelease(Technique, Settings):
         ctx.undo.callback(self._stop)
         if self.buffer == "host" and not release.immediate:
             release.allocate()
-        ctx.window.gradients_stay = False
+        ctx.release, ctx.window.gradients_stay = release, False
         # parameters hold no gradients that Lightning could clip; seams of other techniques are still called
         ctx.undo.enter_context(patches.clipping(ctx.strategy.precision_plugin, lambda _: lambda *args: None))
         ctx.info(f"gradient_release: gradients, {self._words(ctx, release)}")
@@ -92,11 +93,20 @@ class GradientRelease(Technique, Settings):
     def _look_at_hooks(self, ctx: Run) -> bool:
         """Warn of hooks that will find no gradients; return whether the module overrides Lightning's clipping."""
         overridden = part(ctx.home, "utilities.model_helpers").is_overridden
+        callback = part(ctx.home, "callbacks").Callback
         for hook in ("on_after_backward", "on_before_optimizer_step"):
-            if overridden(hook, ctx.module):
+            owners = [ctx.module] if overridden(hook, ctx.module) else []
+            owners += [
+                each
+                for each in ctx.trainer.callbacks
+                if not type(each).__module__.startswith("lightning_solo.")
+                and overridden(hook, each, callback)
+                and _names_gradients(getattr(getattr(each, hook), "__code__", None))
+            ]
+            for owner in owners:
                 self._warn_once(
-                    f"{type(ctx.module).__name__}.{hook} finds no .grad: gradients are released in backward; if it"
-                    f" reads or changes them, write {REMOVAL}"
+                    f"{type(owner).__name__}.{hook} finds no .grad: gradients are released in backward; to log their"
+                    f" norms write +callback=gradient_norm; if it changes gradients, write {REMOVAL}"
                 )
         return bool(overridden("configure_gradient_clipping", ctx.module))
 
@@ -172,3 +182,11 @@ class GradientRelease(Technique, Settings):
 def _micro_batches(ctx: Run) -> int:
     """Return the factor, or `VARYING` if it varies: a resumed fit doesn't know it at its start."""
     return VARYING if ctx.window.varies else ctx.window.factor
+
+
+def _names_gradients(code: CodeType | None) -> bool:
+    """Return whether a function's code has a name with "grad" in it; many hooks are for other things."""
+    if code is None:
+        return False
+    inner = (each for each in code.co_consts if isinstance(each, CodeType))
+    return any("grad" in name for name in code.co_names) or any(map(_names_gradients, inner))
