@@ -139,7 +139,9 @@ WORDS_IN_COMMON = {
     "data/prefetch.py": {"prefetch"},  # the thread's name
     "nn": {"chunked_cross_entropy", "attention"},  # the mechanism's function; torch's module
     "optim": {"gradient_release"},  # the module of the mechanism
-    "planner": {"attention"},  # the operator, which is traced by its fused kernel or by products
+    "memory/segments.py": {"memory_snapshot"},  # torch's function
+    # the operator, which is traced by its fused kernel or by products; the module that simulates CUDA's
+    "planner": {"attention", "allocator"},
     "reference/byte_gpt.py": {"attention", "Attention"},  # a layer
     # what to write in the place of an old name
     "presets/old_spellings.py": {"compact_states", "gradient_release", "CompactStates", "GradientRelease"},

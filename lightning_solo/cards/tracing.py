@@ -32,6 +32,7 @@ class Tracing:
         at_most: largest number of examples in a micro-batch; None for no limit.
         scales: whether memory is affine in the micro-batch, so that traces of two sizes predict all others.
         ahead: batches that a prefetching loader holds on the GPU.
+        expandable_segments: whether the CUDA allocator's segments grow where they are, which wastes less memory.
         assumptions: differences between the trace and the run, in words.
     """
 
@@ -44,4 +45,5 @@ class Tracing:
     at_most: int | None = None
     scales: bool = True
     ahead: int = 0
+    expandable_segments: bool = False
     assumptions: tuple[str, ...] = ()

@@ -1,7 +1,6 @@
 """A simulation of PyTorch's caching allocator: reserved bytes, and the smallest memory in which a run fits.
 
-It follows the default policy of torch 2.13 (``c10/cuda/CUDACachingAllocator.cpp``), without expandable segments, for
-one stream.
+It follows torch 2.13 (``c10/cuda/CUDACachingAllocator.cpp``) by default, and with expandable segments, for one stream.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ SMALL_SEGMENT = 2 * MiB  # kSmallBuffer
 MIDDLE = 10 * MiB  # kMinLargeAlloc: below it a large request takes a segment of
 MIDDLE_SEGMENT = 20 * MiB  # kLargeBuffer
 LARGE_ROUND = 2 * MiB  # kRoundLarge
+PAGES = {True: SMALL_SEGMENT, False: MIDDLE_SEGMENT}  # small? -> bytes by which an expandable segment grows
+ADDRESSES = 2**62  # of an expandable segment; torch makes another one after 9/8 of the device's memory
 
 
 class DoesNotFitError(Exception):
@@ -55,10 +56,13 @@ class Block:
     free: bool = True
     before: Block | None = None
     after: Block | None = None
+    mapped: bool = True  # only an expandable segment has unmapped blocks, which are not free
 
 
 class CachingAllocator:
     """Splits segments into blocks by best fit, merges free neighbours, and releases unused segments before an OOM."""
+
+    least_rest = SMALL + ROUND  # bytes from which the rest of a large block is split off
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
@@ -75,20 +79,20 @@ class CachingAllocator:
         size = rounded(size)
         small = size <= SMALL
         block = self._best_fit(size, small=small) or self._new_segment(size, small=small)
-        rest = block.size - size
-        if rest >= ROUND if small else rest > SMALL:
+        if block.size - size >= (ROUND if small else self.least_rest):
             self._split(block, size)
         block.free = False
         return block
 
-    def release(self, block: Block) -> None:
-        """Free a block, and merge it with free neighbours."""
+    def release(self, block: Block) -> Block:
+        """Free a block, merge it with free neighbours, and return the merged block."""
         block.free = True
         for other in (block.before, block.after):
             if other is not None and other.free:
                 self._drop(other)
                 block = self._join(*((other, block) if other is block.before else (block, other)))
         self._keep(block)
+        return block
 
     def serve_another_stream(self) -> None:
         """Reserve free blocks for the stream that allocated them."""
@@ -105,26 +109,32 @@ class CachingAllocator:
             self._release_unused_segments()
             if self.reserved + segment > self.capacity:
                 raise DoesNotFitError
-        self.reserved += segment
+        self._reserve(segment)
+        self._count += 1
+        return Block(self._count, segment, segment, small)
+
+    def _reserve(self, size: int) -> None:
+        self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        return self._block(segment, segment, small=small)
 
     def _release_unused_segments(self) -> None:
         for pool in self._free.values():
             self.reserved -= sum(size for size, _, block in pool if block.segment == size)
             pool[:] = [(size, number, block) for size, number, block in pool if block.segment != size]
 
-    def _block(self, segment: int, size: int, *, small: bool) -> Block:
-        self._count += 1
-        return Block(self._count, segment, size, small)
-
-    def _split(self, block: Block, size: int) -> None:
-        rest = self._block(block.segment, block.size - size, small=block.small)
+    def _split(self, block: Block, size: int) -> Block:
+        """Return the rest of a block that keeps ``size`` bytes; the rest is free."""
+        rest = Block(self._number_of_rest(block, size), block.segment, block.size - size, block.small)
         rest.before, rest.after, block.size = block, block.after, size
         if rest.after is not None:
             rest.after.before = rest
         block.after = rest
         self._keep(rest)
+        return rest
+
+    def _number_of_rest(self, block: Block, size: int) -> int:
+        self._count += 1
+        return self._count
 
     def _join(self, first: Block, second: Block) -> Block:
         first.size += second.size
@@ -142,18 +152,127 @@ class CachingAllocator:
         pool.pop(bisect_left(pool, (block.size, block.number)))
 
 
-def replay(log: EventLog, capacity: int | None = None, workspace: int = 0) -> CachingAllocator:
+class ExpandableAllocator(CachingAllocator):
+    """One segment per pool, whose pages are mapped where they are needed: ``expandable_segments:True``.
+
+    Free memory is one block across pages, so a request that fits in no gap needs only the missing pages. Here the
+    ``segment`` of a block is the bytes of a page, and its ``number`` its address.
+    """
+
+    least_rest = ROUND
+
+    def __init__(self, capacity: int | None = None) -> None:
+        super().__init__(capacity)
+        self.serve_another_stream()
+
+    def serve_another_stream(self) -> None:
+        """Begin new segments."""
+        super().serve_another_stream()
+        self._unmapped = {
+            small: [Block(0, page, ADDRESSES, small, free=False, mapped=False)] for small, page in PAGES.items()
+        }
+
+    def _best_fit(self, size: int, *, small: bool) -> Block | None:
+        pool = self._free[small]
+        index = bisect_left(pool, (size,))
+        # a block that can grow is taken last
+        while index + 1 < len(pool) and _extent(pool[index + 1][2]) < _extent(pool[index][2]):
+            index += 1
+        return pool.pop(index)[2] if index < len(pool) else None
+
+    def _new_segment(self, size: int, *, small: bool) -> Block:
+        block = self._grow(size, small=small)
+        if block is None:
+            self._release_unused_segments()
+            block = self._grow(size, small=small)
+        if block is None:
+            raise DoesNotFitError
+        self._drop(block)
+        return block
+
+    def _grow(self, size: int, *, small: bool) -> Block | None:
+        """Return a free block of at least ``size`` bytes at the first place with room; None if the pages don't fit."""
+        for unmapped in sorted(self._unmapped[small], key=lambda block: block.number):
+            before = unmapped.before
+            block: Block | None = before if before is not None and before.free else unmapped
+            if _room(block) >= size:
+                break
+        while block is not None and not (block.mapped and block.size >= size):
+            block = self._map(block, size) if not block.mapped else self._map(block.after, size - block.size)
+        return block
+
+    def _map(self, block: Block | None, size: int) -> Block | None:
+        """Map pages at the start of an unmapped block, and return it merged with free neighbours; None without room."""
+        assert block is not None
+        size = -(-min(size, block.size) // block.segment) * block.segment
+        if self.capacity is not None and self.reserved + size > self.capacity:
+            return None
+        self._reserve(size)
+        self._unmapped[block.small].remove(block)
+        if size < block.size:
+            rest = self._split(block, size)
+            self._drop(rest)
+            rest.free = rest.mapped = False
+            self._unmapped[block.small].append(rest)
+        block.mapped = True
+        return self.release(block)
+
+    def _release_unused_segments(self) -> None:
+        """Unmap all pages in which nothing is allocated."""
+        for block in [block for pool in self._free.values() for _, _, block in pool]:
+            page, end = block.segment, (block.number + block.size) // block.segment * block.segment
+            begin = -(-block.number // page) * page
+            if begin >= end:
+                continue
+            self._drop(block)
+            if end < block.number + block.size:
+                self._split(block, end - block.number)
+            if begin > block.number:
+                front, block = block, self._split(block, begin - block.number)
+                self._drop(block)
+                self._keep(front)
+            self.reserved -= block.size
+            block.mapped = False
+            for other in (block.before, block.after):
+                if other is not None and not other.mapped:
+                    self._unmapped[block.small].remove(other)
+                    block = self._join(*((other, block) if other is block.before else (block, other)))
+            block.free = False
+            self._unmapped[block.small].append(block)
+
+    def _number_of_rest(self, block: Block, size: int) -> int:
+        return block.number + size
+
+
+def _extent(block: Block) -> int:
+    """Return the bytes of a block with the unmapped ones after it."""
+    after = block.after
+    return block.size + (after.size if after is not None and not after.mapped else 0)
+
+
+def _room(block: Block | None) -> int:
+    """Return the free and unmapped bytes from a block on."""
+    room = 0
+    while block is not None and (block.free or not block.mapped):
+        room, block = room + block.size, block.after
+    return room
+
+
+def replay(
+    log: EventLog, capacity: int | None = None, workspace: int = 0, *, expandable: bool = False
+) -> CachingAllocator:
     """Return the allocator after it has run all events of a log.
 
     Args:
         log: of allocations and frees.
         capacity: bytes of the device.
         workspace: bytes that a library, such as cuBLAS, allocates and keeps.
+        expandable: whether segments are expandable.
 
     Raises:
         DoesNotFitError: the capacity does not suffice.
     """
-    allocator = CachingAllocator(capacity)
+    allocator = (ExpandableAllocator if expandable else CachingAllocator)(capacity)
     blocks: dict[int, Block] = {}
     sizes: dict[int, int] = {}
 
@@ -189,24 +308,22 @@ def peak_allocated(log: EventLog, workspace: int = 0) -> int:
     return peak
 
 
-def survives(log: EventLog, capacity: int, workspace: int = 0) -> bool:
+def survives(log: EventLog, capacity: int, workspace: int = 0, *, expandable: bool = False) -> bool:
     """Return whether a log fits into a capacity in bytes."""
     try:
-        replay(log, capacity, workspace)
+        replay(log, capacity, workspace, expandable=expandable)
     except DoesNotFitError:
         return False
     return True
 
 
-def smallest_capacity(log: EventLog, workspace: int = 0, step: int = LARGE_ROUND) -> int:
-    """Return the smallest capacity, a multiple of ``step``, into which a log fits.
-
-    It lies between the log's peaks of allocated and of reserved bytes.
-    """
-    low, high = peak_allocated(log, workspace) // step, -(-replay(log, None, workspace).peak_reserved // step)
+def smallest_capacity(log: EventLog, workspace: int = 0, step: int = LARGE_ROUND, *, expandable: bool = False) -> int:
+    """Return the smallest capacity, a multiple of ``step``, for a log: between peak allocated and reserved bytes."""
+    low = peak_allocated(log, workspace) // step
+    high = -(-replay(log, None, workspace, expandable=expandable).peak_reserved // step)
     while low < high:
         middle = (low + high) // 2
-        if survives(log, middle * step, workspace):
+        if survives(log, middle * step, workspace, expandable=expandable):
             high = middle
         else:
             low = middle + 1

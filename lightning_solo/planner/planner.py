@@ -63,20 +63,22 @@ class Planner:
         scalable = self._trace(arranged, size)
         if arranged.splits and size == self.micro_batch:
             undivided = arrange(config, self.trainer, undivided=True)
-            if not undivided.splits and self._fits_at(self._at(size, undivided, whole := self._trace(undivided, size))):
-                arranged, scalable = undivided, whole
+            if not undivided.splits:
+                whole = self._trace(undivided, size)
+                if self._fits_at(self._at(size, undivided, whole), undivided):
+                    arranged, scalable = undivided, whole
         device_assumptions = assumed(self.device, arranged.precision)
         assumptions = [*scalable.trace.assumptions, *arranged.assumptions, *device_assumptions]
         largest = None
         if scalable.affine is not None:
-            largest = self._largest(partial(self._at, arranged=arranged, scalable=scalable))
+            largest = self._largest(arranged, scalable)
         elif scalable.alone:
             largest = 0
         if arranged.splits:
             size = min(size, largest or size)
             arranged = replace(arranged, accumulation=arranged.accumulation * -(-self.micro_batch // size))
         planned = self._at(size, arranged, scalable)
-        memory = self._memory(planned)
+        memory = self._memory(planned, arranged)
         return Plan(
             preset=name,
             device=self.device.name,
@@ -138,7 +140,7 @@ class Planner:
 
     # --- memory ---
 
-    def _memory(self, trace: Trace) -> dict[str, Any]:
+    def _memory(self, trace: Trace, arranged: Arrangement) -> dict[str, Any]:
         """Return the device memory of a trace, by attribute of `Plan`."""
         peak, where = trace.log.peak()
         breakdown = trace.log.breakdown(where)
@@ -147,30 +149,37 @@ class Planner:
             workspace, context = self.device.workspace_bytes, self.device.context_bytes
             exact, peak = peak, peak_allocated(trace.log, workspace)
             breakdown |= {"workspace": workspace, "rounding": peak - exact - workspace}
-            needed = smallest_capacity(trace.log, workspace) + context
-            reserved = replay(trace.log, None, workspace).peak_reserved + context
+            replayed = partial(replay, trace.log, workspace=workspace, expandable=arranged.expandable_segments)
+            needed = smallest_capacity(trace.log, workspace, expandable=arranged.expandable_segments) + context
+            reserved = replayed().peak_reserved + context
             if needed <= self.budget < reserved:  # unused segments are released in time
-                reserved = replay(trace.log, self.budget - context, workspace).peak_reserved + context
+                reserved = replayed(self.budget - context).peak_reserved + context
         return {"peak_bytes": peak, "breakdown": breakdown, "needed_bytes": needed, "reserved_bytes": reserved}
 
-    def _fits_at(self, trace: Trace) -> bool:
+    def _fits_at(self, trace: Trace, arranged: Arrangement) -> bool:
         room = int(self.budget / (1 + TIGHT))
         if not self._cuda:
             return trace.log.peak()[0] <= room
         room -= self.device.context_bytes
         workspace = self.device.workspace_bytes
-        return peak_allocated(trace.log, workspace) <= room and survives(trace.log, room, workspace)
+        return peak_allocated(trace.log, workspace) <= room and survives(
+            trace.log, room, workspace, expandable=arranged.expandable_segments
+        )
 
-    def _largest(self, at: Callable[[int], Trace]) -> int:
+    def _largest(self, arranged: Arrangement, scalable: ScalableTrace) -> int:
         """Return the largest micro-batch that fits, by doubling and bisection."""
-        if not self._fits_at(at(1)):
+
+        def fits(size: int) -> bool:
+            return self._fits_at(self._at(size, arranged, scalable), arranged)
+
+        if not fits(1):
             return 0
         low, high = 1, 2
-        while high <= MOST and self._fits_at(at(high)):
+        while high <= MOST and fits(high):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._fits_at(at(middle)) else (low, middle)
+            low, high = (middle, high) if fits(middle) else (low, middle)
         return low
 
     # --- time ---
@@ -207,7 +216,7 @@ class Planner:
         key = repr((arguments, micro_batch, moves_batches))
 
         def fits(trace: Trace) -> bool:
-            return self._fits_at(self._with_untraced(trace, arranged, micro_batch))
+            return self._fits_at(self._with_untraced(trace, arranged, micro_batch), arranged)
 
         known = self._traces.get(key)
         if known is None or (known.alone and fits(known.trace)):  # this preset's states leave more room

@@ -12,6 +12,7 @@ from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.allocator import (
     CachingAllocator,
     DoesNotFitError,
+    ExpandableAllocator,
     peak_allocated,
     replay,
     smallest_capacity,
@@ -88,18 +89,92 @@ def test_another_stream_keeps_its_segments_to_itself() -> None:
     assert smallest_capacity(replace(log, aside=frozenset({3}))) == (2 + 20 + 20) * MiB
 
 
+@pytest.mark.parametrize(
+    ("sizes", "reserved_mib"),
+    [
+        ([1], 2),
+        ([MiB, MiB, 1], 4),
+        ([MiB + 1], 20),
+        ([5 * MiB, 5 * MiB, 9 * MiB, 2 * MiB], 40),  # 21 MiB on two pages
+        ([5 * MiB, 5 * MiB, 9 * MiB, MiB + 1], 40),
+        ([11 * MiB, 9 * MiB], 20),  # two segments of 12 and 20 MiB without
+        ([30 * MiB, 30 * MiB], 60),
+    ],
+)
+def test_pages_of_an_expandable_segment(sizes: list[int], reserved_mib: int) -> None:
+    allocator = ExpandableAllocator()
+    for size in sizes:
+        allocator.allocate(size)
+    assert allocator.reserved == reserved_mib * MiB
+
+
+def test_expandable_segment_grows_at_its_end_by_the_missing_pages() -> None:
+    allocator = ExpandableAllocator()
+    allocator.allocate(10 * MiB)
+    allocator.release(allocator.allocate(30 * MiB))
+    allocator.allocate(50 * MiB)  # the free 30 MiB and 20 more, where ordinary segments would add 50
+    assert allocator.reserved == 60 * MiB
+
+
+def test_block_that_can_grow_is_used_last() -> None:
+    allocator = ExpandableAllocator()
+    first, *_ = (allocator.allocate(size * MiB) for size in (16, 4, 5))  # of two pages, with 15 MiB left
+    allocator.release(first)
+    assert allocator.allocate(14 * MiB).number == 0  # of the 16, though 15 fit better
+
+
+def test_memory_that_is_still_used_is_not_merged_over() -> None:
+    allocator = ExpandableAllocator()
+    first, second, _ = (allocator.allocate(20 * MiB) for _ in range(3))
+    allocator.release(second)
+    allocator.allocate(40 * MiB)
+    assert allocator.reserved == 100 * MiB
+    allocator.release(first)
+    assert allocator.allocate(40 * MiB) is first  # 20 and 20 of what were two blocks
+    assert allocator.reserved == 100 * MiB
+
+
+def test_free_pages_between_live_blocks_are_unmapped_before_out_of_memory() -> None:
+    allocator = ExpandableAllocator(capacity=120 * MiB)
+    blocks = [allocator.allocate(30 * MiB) for _ in range(4)]
+    allocator.release(blocks[1])  # 30 to 60 MiB, of which 40 to 60 is a page
+    with pytest.raises(DoesNotFitError):
+        allocator.allocate(31 * MiB)
+    assert allocator.reserved == 100 * MiB
+    allocator.allocate(10 * MiB)  # the rest of its first page
+    allocator.allocate(20 * MiB)  # the page again
+    assert (allocator.reserved, allocator.peak_reserved) == (120 * MiB, 120 * MiB)
+
+
+def test_expandable_segment_needs_less_where_a_small_block_keeps_a_large_segment() -> None:
+    log = log_of((0, 60 * MiB), (0, -60 * MiB), (1, 2 * MiB), (2, 60 * MiB))
+    assert peak_allocated(log) == 62 * MiB
+    assert smallest_capacity(log) == 120 * MiB  # 58 MiB of the first segment are too small
+    assert smallest_capacity(log, expandable=True) == 80 * MiB  # they grow by a page of 20
+    assert not survives(log, 78 * MiB, expandable=True)
+
+
+def test_another_stream_keeps_its_pages_to_itself() -> None:
+    log = EventLog([(1, 512), (2, 3 * MiB)], ["other"] * 4, {0: 512, 3: 3 * MiB})
+    assert replay(log, expandable=True).peak_reserved == (2 + 20) * MiB
+    aside = replace(log, aside=frozenset({0, 3}))
+    assert replay(aside, expandable=True).peak_reserved == 2 * (2 + 20) * MiB
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 40 * MiB), st.integers(0, 30)), min_size=1, max_size=60),
+    st.booleans(),
 )
-def test_smallest_capacity_is_between_allocated_and_reserved(births: list[tuple[int, int]]) -> None:
+def test_smallest_capacity_is_between_allocated_and_reserved(births: list[tuple[int, int]], expandable: bool) -> None:
     """Each birth is (bytes, how many births later it goes)."""
     events: list[tuple[int, int]] = []
     for index, (size, _) in enumerate(births):
         events += [(n, -births[n][0]) for n in range(index) if n + births[n][1] == index]
         events.append((index, size))
     log = log_of(*events)
-    allocated, reserved = peak_allocated(log), replay(log).peak_reserved
-    capacity = smallest_capacity(log)
+    allocated, reserved = peak_allocated(log), replay(log, expandable=expandable).peak_reserved
+    capacity = smallest_capacity(log, expandable=expandable)
     assert allocated <= capacity <= max(reserved, -(-allocated // (2 * MiB)) * 2 * MiB)
-    assert survives(log, capacity)
+    assert survives(log, capacity, expandable=expandable)
+    assert not survives(log, capacity - 2 * MiB, expandable=expandable)

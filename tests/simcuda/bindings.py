@@ -196,6 +196,8 @@ def _memory(native: Any) -> dict[str, Any]:
         "memory_summary": lambda *args, **kwargs: str(native.memory_stats()),
         "_record_memory_history": record_history,
         "_snapshot": lambda device=None, **kwargs: native.snapshot(),
+        "memory_snapshot": lambda mempool_id=None, include_traces=True: native.snapshot()["segments"],
+        "get_allocator_backend": lambda: "native",
         "cudart": Runtime,
     }
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import nn
 
+from lightning_solo.memory.events import EventLog
+from lightning_solo.planner.allocator import replay, smallest_capacity
 from tests.simcuda import device
 
 pytestmark = pytest.mark.simcuda
@@ -60,6 +64,44 @@ def test_more_memory_than_there_is():
             torch.empty(30 * 2**20, dtype=torch.uint8, device="cuda")
         del kept
         torch.empty(40 * 2**20, dtype=torch.uint8, device="cuda")  # what is cached is given back for it
+
+
+def replay_on_the_device(log: EventLog) -> int:
+    """Return the bytes by which the peak of reserved memory rises under a log."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, live = torch.cuda.memory_reserved(), {}
+    for storage, change in log.events:
+        if change < 0:
+            del live[storage]
+        else:
+            live[storage] = torch.empty(change, dtype=torch.uint8, device="cuda")
+    return torch.cuda.max_memory_reserved() - before
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_device_and_planner_reserve_the_same(expandable: bool, seed: int):
+    """On a stream of its own, whose memory no other test has used."""
+    draw, live, log = random.Random(seed), [], EventLog()
+    for _ in range(200):
+        if live and draw.random() < 0.45:
+            storage, size = live.pop(draw.randrange(len(live)))
+            log.events.append((storage, -size))
+        else:
+            size = draw.choice([1, 2**14, 2**20, 3 * 2**20, 12 * 2**20]) + draw.randrange(2**18)
+            live.append((log.born("other"), size))
+            log.events.append(live[-1])
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert replay_on_the_device(log) == replay(log, expandable=expandable).peak_reserved
+            most = smallest_capacity(log, expandable=expandable)
+            torch.cuda.empty_cache()
+            with device.memory_of(torch.cuda.memory_reserved() + most):
+                replay_on_the_device(log)
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def test_pinned_memory_of_torch_is_rounded_to_powers_of_two():

@@ -2,6 +2,7 @@
 #include "simcuda.h"
 
 #include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
@@ -33,9 +34,13 @@ struct Block {
   char* segment;
   std::set<int> used_on;  // other streams, by record_stream
   std::vector<Site> frames;
+  size_t page = 0;  // of an expandable segment
+  bool mapped = true;
 };
 std::map<char*, Block> blocks;
-std::map<char*, size_t> segments;
+std::map<char*, size_t> segments;  // without expandable ones
+
+bool expandable() { return c10::CachingAllocator::AcceleratorAllocatorConfig::use_expandable_segments(); }
 
 size_t most_traces = 0;
 std::vector<Trace> traces;
@@ -51,57 +56,151 @@ size_t segment_size(size_t size) {
   return size < 10 * kMiB ? 20 * kMiB : round_up(size, 2 * kMiB);
 }
 
-char* best_free(size_t size, int stream) {
-  char* best = nullptr;
-  for (auto& [begin, block] : blocks)
-    if (!block.live && block.stream == stream && block.small == (size <= kSmall) && block.size >= size &&
-        (!best || block.size < blocks[best].size))
-      best = begin;
-  return best;
+size_t extent(char* begin) {
+  const auto it = blocks.find(begin), next = std::next(it);
+  const bool grows = next != blocks.end() && next->second.segment == it->second.segment && !next->second.mapped;
+  return it->second.size + (grows ? next->second.size : 0);
 }
 
-char* new_segment(size_t size, int stream, const std::vector<Site>& frames) {
-  const size_t whole = segment_size(size);
-  if (memory.reserved + int64_t(whole) > total_bytes) {
-    ++memory.retries;
-    empty_cache();
-    if (memory.reserved + int64_t(whole) > total_bytes) {
-      ++memory.out_of_memory;
-      trace("oom", nullptr, size, stream, frames);
-      TORCH_CHECK_WITH(
-          OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", size, " bytes of the simulated device's ",
-          total_bytes, ", of which ", memory.reserved, " are reserved");
-    }
+char* best_free(size_t size, int stream) {
+  std::vector<std::pair<size_t, char*>> fitting;
+  for (auto& [begin, block] : blocks)
+    if (!block.live && block.mapped && block.stream == stream && block.small == (size <= kSmall) && block.size >= size &&
+        (!block.page || expandable()))
+      fitting.push_back({block.size, begin});
+  if (fitting.empty()) return nullptr;
+  if (!expandable()) return std::min_element(fitting.begin(), fitting.end())->second;
+  std::sort(fitting.begin(), fitting.end());
+  size_t best = 0;
+  while (best + 1 < fitting.size() && blocks[fitting[best].second].page &&
+         extent(fitting[best + 1].second) < extent(fitting[best].second))
+    ++best;
+  return fitting[best].second;
+}
+
+char* merge(std::map<char*, Block>::iterator it) {
+  auto joins = [](const Block& one, const Block& other) {
+    return !other.live && other.segment == one.segment && other.mapped == one.mapped;
+  };
+  auto next = std::next(it);
+  if (next != blocks.end() && joins(it->second, next->second)) {
+    it->second.size += next->second.size;
+    blocks.erase(next);
   }
-  void* begin = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  TORCH_CHECK(begin != MAP_FAILED, "the host has no memory for the simulated device's ", whole, " bytes");
-  blocks[(char*)begin] = {(char*)begin, whole, 0, stream, size <= kSmall, false, (char*)begin, {}, {}};
-  segments[(char*)begin] = whole;
-  trace("segment_alloc", (char*)begin, whole, stream, frames);
-  ++memory.segments;
-  memory.reserved += whole;
-  memory.peak_reserved = std::max(memory.peak_reserved, memory.reserved);
-  return (char*)begin;
+  if (it == blocks.begin()) return it->first;
+  auto before = std::prev(it);
+  if (!joins(it->second, before->second)) return it->first;
+  before->second.size += it->second.size;
+  blocks.erase(it);
+  return before->first;
+}
+
+void cut(Block& block, size_t size) {
+  Block rest{block.begin + size, block.size - size, 0, block.stream, block.small, false, block.segment, {}, {},
+             block.page,         block.mapped};
+  block.size = size;
+  blocks[rest.begin] = rest;
 }
 
 void split(Block& block, size_t size) {
   const size_t rest = block.size - size;
-  if (block.small ? rest < kRound : rest <= kSmall) return;
-  blocks[block.begin + size] = {block.begin + size, rest, 0, block.stream, block.small, false, block.segment, {}, {}};
-  block.size = size;
+  if (block.small || expandable() ? rest >= kRound : rest > kSmall) cut(block, size);
 }
 
-void merge(std::map<char*, Block>::iterator it) {
-  auto next = std::next(it);
-  if (next != blocks.end() && !next->second.live && next->second.segment == it->second.segment) {
-    it->second.size += next->second.size;
-    blocks.erase(next);
+char* map_host(size_t size) {
+  void* begin = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  TORCH_CHECK(begin != MAP_FAILED, "the host has no memory for the simulated device's ", size, " bytes");
+  return (char*)begin;
+}
+
+void reserve(const char* action, char* begin, size_t size, int stream, const std::vector<Site>& frames) {
+  trace(action, begin, size, stream, frames);
+  memory.reserved += size;
+  memory.peak_reserved = std::max(memory.peak_reserved, memory.reserved);
+}
+
+// Maps pages at the start of an unmapped block; returns the merged block, or null if the device has no such memory.
+char* map_pages(std::map<char*, Block>::iterator it, size_t wanted, const std::vector<Site>& frames) {
+  auto& block = it->second;
+  const size_t size = round_up(std::min(wanted, block.size), block.page);
+  if (memory.reserved + int64_t(size) > total_bytes) return nullptr;
+  if (size < block.size) cut(block, size);
+  block.mapped = true;
+  reserve("segment_map", block.begin, size, block.stream, frames);
+  return merge(it);
+}
+
+char* grow_segment(size_t size, int stream, const std::vector<Site>& frames) {
+  const bool small = size <= kSmall;
+  char* begin = nullptr;
+  for (auto it = blocks.begin(); it != blocks.end() && !begin; ++it) {
+    char* const segment = it->second.segment;
+    if (it->second.mapped || it->second.stream != stream || it->second.small != small) continue;
+    auto first = it;
+    if (it != blocks.begin() && std::prev(it)->second.segment == segment && !std::prev(it)->second.live) --first;
+    size_t room = 0;
+    for (auto at = first; at != blocks.end() && at->second.segment == segment && !at->second.live; ++at)
+      room += at->second.size;
+    if (room >= size) begin = first->first;
   }
-  if (it == blocks.begin()) return;
-  auto before = std::prev(it);
-  if (before->second.live || before->second.segment != it->second.segment) return;
-  before->second.size += it->second.size;
-  blocks.erase(it);
+  if (!begin) {
+    const size_t page = small ? 2 * kMiB : 20 * kMiB, whole = round_up(total_bytes + total_bytes / 8, page);
+    begin = map_host(whole);
+    blocks[begin] = {begin, whole, 0, stream, small, false, begin, {}, {}, page, false};
+  }
+  while (begin) {
+    auto it = blocks.find(begin);
+    if (it->second.mapped && it->second.size >= size) break;
+    begin = it->second.mapped ? map_pages(std::next(it), size - it->second.size, frames) : map_pages(it, size, frames);
+  }
+  return begin;
+}
+
+char* try_segment(size_t size, int stream, const std::vector<Site>& frames) {
+  if (expandable()) return grow_segment(size, stream, frames);
+  const size_t whole = segment_size(size);
+  if (memory.reserved + int64_t(whole) > total_bytes) return nullptr;
+  char* begin = map_host(whole);
+  blocks[begin] = {begin, whole, 0, stream, size <= kSmall, false, begin, {}, {}};
+  segments[begin] = whole;
+  ++memory.segments;
+  reserve("segment_alloc", begin, whole, stream, frames);
+  return begin;
+}
+
+char* new_segment(size_t size, int stream, const std::vector<Site>& frames) {
+  char* begin = try_segment(size, stream, frames);
+  if (begin) return begin;
+  ++memory.retries;
+  empty_cache();
+  begin = try_segment(size, stream, frames);
+  if (begin) return begin;
+  ++memory.out_of_memory;
+  trace("oom", nullptr, size, stream, frames);
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", size, " bytes of the simulated device's ",
+      total_bytes, ", of which ", memory.reserved, " are reserved");
+}
+
+// Unmaps the pages of an expandable segment that are within a free block.
+void unmap_pages(char* begin) {
+  auto it = blocks.find(begin);
+  const auto& block = it->second;
+  const size_t start = block.begin - block.segment, from = round_up(start, block.page),
+               to = (start + block.size) / block.page * block.page;
+  if (from >= to) return;
+  if (to < start + block.size) cut(it->second, to - start);
+  if (from > start) {
+    cut(it->second, from - start);
+    ++it;
+  }
+  auto& middle = it->second;
+  forget(middle.begin, middle.begin + middle.size);
+  madvise(middle.begin, middle.size, MADV_DONTNEED);
+  trace("segment_unmap", middle.begin, middle.size, middle.stream, {});
+  memory.reserved -= middle.size;
+  middle.mapped = false;
+  merge(it);
 }
 
 void free_device(void* begin) {
@@ -280,10 +379,20 @@ std::vector<SegmentView> segments_now() {
   std::vector<SegmentView> made;
   for (const auto& [begin, size] : segments) {
     const auto& first = blocks[begin];
-    made.push_back({begin, size, first.stream - kDefaultStream, first.small, {}});
+    made.push_back({begin, size, first.stream - kDefaultStream, first.small, false, {}});
     for (auto it = blocks.find(begin); it != blocks.end() && it->second.segment == begin; ++it)
       made.back().blocks.push_back(
           {it->first, it->second.size, it->second.requested, it->second.live, it->second.frames});
+  }
+  const Block* before = nullptr;
+  for (const auto& [begin, block] : blocks) {  // each mapped part of an expandable segment is one of its own
+    if (block.page && block.mapped) {
+      if (!before || before->segment != block.segment || !before->mapped)
+        made.push_back({begin, 0, block.stream - kDefaultStream, block.small, true, {}});
+      made.back().size += block.size;
+      made.back().blocks.push_back({begin, block.size, block.requested, block.live, block.frames});
+    }
+    before = &block;
   }
   return made;
 }
@@ -309,6 +418,10 @@ void empty_cache() {
     blocks.erase(block);
     it = segments.erase(it);
   }
+  std::vector<char*> free;
+  for (const auto& [begin, block] : blocks)
+    if (block.page && block.mapped && !block.live) free.push_back(begin);
+  for (char* begin : free) unmap_pages(begin);
 }
 
 bool is_pinned(const void* address) { return address && find_pinned(address) != pinned.end(); }

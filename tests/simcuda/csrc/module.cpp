@@ -91,6 +91,7 @@ py::dict snapshot() {
     made["requested_size"] = requested;
     made["stream"] = segment.stream;
     made["segment_type"] = segment.small ? "small" : "large";
+    made["is_expandable"] = segment.expandable;
     made["blocks"] = blocks;
     segments_made.append(made);
   }

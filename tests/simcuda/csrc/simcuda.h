@@ -135,7 +135,7 @@ void reset_peaks();
 
 // What the device's allocator has done, as torch.cuda.memory._record_memory_history keeps it.
 struct Trace {
-  std::string action;  // "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "oom"
+  std::string action;  // "alloc", "free_requested", "free_completed", "segment_alloc", "segment_map", "oom"...
   char* address;
   size_t size;
   int stream;
@@ -152,7 +152,7 @@ struct SegmentView {
   char* address;
   size_t size;
   int stream;
-  bool small;
+  bool small, expandable;
   std::vector<BlockView> blocks;
 };
 void record_history(size_t most);  // 0 ends it
