@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
+from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
 from lightning_solo.optim.adamw_state_dict import require_plain_states, unmarked
 from lightning_solo.optim.window_gradients import warn_of_dropped_window
@@ -26,11 +29,21 @@ class PresetGuard(Callback):
     Args:
         promised: the preset's Trainer arguments.
         advise: returns the presets that would fit the module, for the message of a BudgetError.
+        summary: name and contents of the preset, which are logged when a fit starts.
     """
 
-    def __init__(self, promised: Mapping[str, Any], advise: Callable[[LightningModule], str] | None = None) -> None:
+    def __init__(
+        self,
+        promised: Mapping[str, Any],
+        advise: Callable[[LightningModule], str] | None = None,
+        summary: str = "",
+    ) -> None:
         self.promised = dict(promised)
+        self.summary = summary
         self._advise = advise
+        self._factor = 1  # batches per optimizer step without the preset
+        self._samples: int | None = None  # of the first batch
+        self._is_first = False  # until the first backward of a fit
         self._window_loaded = False  # whether the checkpoint of this run has released gradients of an open window
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -41,6 +54,8 @@ class PresetGuard(Callback):
             CapabilityError: the preset needs a CUDA device, and the Trainer runs on another one.
         """
         self._window_loaded = False  # of another run of this Trainer
+        self._is_first = trainer.state.fn == "fit"
+        self._factor = 1 if "accumulate_grad_batches" in self.promised else trainer.accumulate_grad_batches
         for name, value, actual in self._differences(trainer):
             if name == "devices":
                 raise ConflictError(f"Trainer(devices={actual}): lightning-solo is for one device, devices=1")
@@ -53,6 +68,8 @@ class PresetGuard(Callback):
             raise CapabilityError(
                 f"the preset needs a CUDA device, but the Trainer runs on {device}; drop accelerator="
             )
+        if self.summary and self._is_first:
+            rank_zero_info(f"lightning-solo: {self.summary}")
 
     def _differences(self, trainer: Any) -> Iterator[tuple[str, Any, Any]]:
         """Yield (name, promised value, the Trainer's value) of each argument that differs."""
@@ -86,6 +103,22 @@ class PresetGuard(Callback):
         releases = run is not None and run.window.gradients_saved and not run.window.gradients_stay
         if self._window_loaded and not releases:  # gradient release has loaded the window, or has warned
             warn_of_dropped_window()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Count the samples of the first batch."""
+        if self._is_first:
+            self._samples = size_of(batch)[0]
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        """Log the effective batch size if the preset changes it; by now techniques have set their factors."""
+        factor = trainer.accumulate_grad_batches
+        if self._is_first and factor != self._factor:
+            samples = "" if self._samples is None else f" of {self._samples} samples: {factor * self._samples} samples"
+            rank_zero_info(
+                f"lightning-solo: the preset changes the effective batch: an optimizer step takes {factor} batches"
+                f"{samples}; without the preset {self._factor}"
+            )
+        self._is_first = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add the presets that would fit to the message of a BudgetError."""

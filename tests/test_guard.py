@@ -258,3 +258,56 @@ def test_full_windows_are_not_warned_of(home: ModuleType, make_trainer: Callable
         warnings.filterwarnings("error", "an optimizer step takes")
         fit(home, trainer)
     assert trainer.global_step == 2
+
+
+# --- what the log says at the start ---
+
+
+@pytest.mark.parametrize(
+    ("preset", "words"),
+    [
+        ("compact", ["preset compact", "precision=bf16-true", "compact_states", "gradient_release"]),
+        (["compact", "checkpointing"], ["preset [compact,checkpointing]", "activation_checkpointing"]),
+        ({"precision": "32-true"}, ["preset of your own", "precision=32-true"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:precision=")
+@pytest.mark.filterwarnings("ignore:activation checkpointing saves nothing")
+def test_the_log_names_the_preset_as_the_user_wrote_it(
+    home: ModuleType, make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture, preset: Any, words: list[str]
+) -> None:
+    trainer = make_trainer(home, **solo.trainer_kwargs(preset, lightning=home.__name__))
+    with caplog.at_level("INFO"):
+        fit(home, trainer)
+    (line,) = lines_with(caplog.text, "lightning-solo: preset")
+    assert lines_with(line, *words)
+    caplog.clear()
+    trainer.validate(regression(home), loader(1), verbose=False)
+    assert not lines_with(caplog.text, "lightning-solo: preset")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"accumulate_grad_batches": 2}, ["2 batches of 4 samples: 8 samples", "without the preset 1"]),
+        ({"callback": {"accumulation_schedule": {"milestones": [[0, 4]]}}}, ["4 batches of 4 samples: 16 samples"]),
+        ({"callback": {"micro_batching": {"global_batch": 8}}}, ["2 batches of 4 samples: 8 samples"]),
+        ({"callback": {"micro_batching": {"micro_batch": 8}}}, None),
+        ({"precision": "32-true"}, None),
+    ],
+    ids=str,
+)
+def test_the_log_says_where_a_preset_changes_the_effective_batch(
+    home: ModuleType,
+    make_trainer: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+    fields: dict[str, Any],
+    words: list[str] | None,
+) -> None:
+    trainer = make_trainer(home, **solo.trainer_kwargs(fields, lightning=home.__name__))
+    with caplog.at_level("INFO"):
+        trainer.fit(regression(home), loader(8))
+    lines = lines_with(caplog.text, "lightning-solo: ", "effective batch")
+    assert len(lines) == (0 if words is None else 1)
+    if words is not None:
+        assert lines_with(lines[0], *words)

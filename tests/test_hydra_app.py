@@ -120,7 +120,7 @@ def app(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ([], ["backward recomputes 4 Sequential", "precision bf16-mixed"]),
+        ([], ["lightning-solo: preset checkpointing:", "backward recomputes 4 Sequential", "precision bf16-mixed"]),
         long(["solo=every_second"], ["backward recomputes 2 Sequential"]),
         long(["solo=baseline", "+solo/callback=activation_checkpointing"], ["recomputes 4", "precision 32-true"]),
         long(["~solo.callback.activation_checkpointing"], ["precision bf16-mixed"]),

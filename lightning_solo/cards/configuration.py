@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -84,6 +84,7 @@ class Configuration:
         techniques: in the order of the preset.
         foreign: callbacks and strategy that the user names by ``_target_``.
         auto: settings of `auto`; None for any other preset.
+        preset: the name that the user chose, or several as ``"[compact,checkpointing]"``; empty if it is unknown.
     """
 
     precision: str | None = None
@@ -91,6 +92,15 @@ class Configuration:
     techniques: tuple[Chosen, ...] = ()
     foreign: tuple[Target, ...] = ()
     auto: AutoSettings | None = None
+    preset: str = field(default="", compare=False)
+
+    @property
+    def summary(self) -> str:
+        """The preset's name with its fields and techniques, for the log."""
+        fields = {name: getattr(self, name) for name in ("precision", "accumulate_grad_batches")}
+        words = [f"{name}={value}" for name, value in fields.items() if value is not None]
+        words += [part.card.name if isinstance(part, Chosen) else part.option for part in self.parts]
+        return f"preset {self.preset or 'of your own'}: {', '.join(words) or 'nothing changed'}"
 
     @property
     def strategy(self) -> Chosen | Target | None:

@@ -7,7 +7,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_solo.errors import ConflictError, PresetError, SoloError, nearest
 from lightning_solo.presets.compose import (
     VERSION_BASE,
     check_combination,
+    chosen_in,
     compose,
     hydra_of_our_own,
     to_plain,
@@ -155,6 +156,8 @@ def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfi
         _refuse_unused_optimizer(plain["optimizer"], overrides)
         plain["optimizer"] = {}
     solo = parse_configuration(plain["solo"], allow)
+    if "hydra" in cfg:
+        solo = replace(solo, preset=chosen_in(cfg.hydra))
     check_arguments(plain["trainer"], parameters("lightning.pytorch.trainer.trainer:Trainer"), "trainer")
     _refuse_set_twice(solo, plain["trainer"])
     return CheckedConfig(

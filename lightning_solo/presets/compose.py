@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hydra import __version__ as hydra_version
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.conf import HydraConf
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
@@ -53,11 +55,31 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
     """
     composed = compose_yaml(preset, parse_overrides(overrides))
     try:
-        return parse_configuration(composed, allow)
+        return replace(parse_configuration(composed, allow), preset=name_of(preset))
     except ConflictError as error:
         if isinstance(preset, (str, Mapping)):
             raise
         raise ConflictError(f"presets {' and '.join(preset)}: {error}, or drop {' or '.join(preset)}") from error
+
+
+def name_of(preset: Preset) -> str:
+    """Return the name that the user chose, of fields the one that the running Hydra application chose; else "".
+
+    >>> name_of("compact"), name_of(["compact", "checkpointing"]), name_of({"precision": "32-true"})
+    ('compact', '[compact,checkpointing]', '')
+    """
+    if isinstance(preset, Mapping):
+        return chosen_in(HydraConfig.get()) if HydraConfig.initialized() else ""
+    return preset if isinstance(preset, str) else f"[{','.join(preset)}]"
+
+
+def chosen_in(hydra: Any) -> str:
+    """Return the preset that an application chose, from its section `hydra`; "" if it isn't recorded there.
+
+    Hydra records the choice of one preset, and a list only if it is an override.
+    """
+    written = [text.partition("=")[2] for text in hydra.overrides.task if text.lstrip("+").startswith("solo=")]
+    return str(hydra.runtime.choices.get("solo") or (written or [""])[-1])
 
 
 def compose_all(overrides: Sequence[str] = (), *, allow: Sequence[str] = ()) -> dict[str, Configuration]:

@@ -224,3 +224,8 @@ def test_unreadable_preset_is_named(content: bytes, tmp_path: Path, monkeypatch:
         check_command_line(["solo=mine"])
     check_command_line(["solo=bf16"])
     assert "mine" in call(tmp_path, "presets")
+
+
+@pytest.mark.parametrize("words", ["compact", "[compact,checkpointing]"])
+def test_the_chosen_presets_are_known_by_their_names(words: str) -> None:
+    assert check_config(compose_application([f"solo={words}"])).solo.preset == words
