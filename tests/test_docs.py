@@ -25,6 +25,7 @@ from lightning_solo import errors
 from lightning_solo.cards.catalogue import own_cards
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cli import COMMANDS
+from lightning_solo.cli import convert as convert_command
 from lightning_solo.cli import export as export_command
 from lightning_solo.cli import results as results_command
 from lightning_solo.cli.command_line import check_command_line
@@ -144,6 +145,8 @@ def check_solo(arguments: list[str]) -> None:
     elif name == "results":
         options = results_command._parser().parse_args(rest)
         assert options.sort in results_command.COLUMNS
+    elif name == "convert":
+        assert convert_command.parse(rest).to in ("plain", "compact")
     elif name == "export":
         export_command.parse(rest)
     elif name == "report":

@@ -23,6 +23,7 @@ ELSEWHERE = {
     "contract/test_pairs.py": "cards/phase",
     "data/test_packing.py": "data/epoch_batches",
     "data/test_splitting.py": "data/loss_weights",
+    "export/test_conversion.py": "cli/convert",
     "export/test_weights.py": "cli/export export/formats export/sources optim/checkpoint_masters",
     "kernels/test_adamw_triton.py": "optim/adamw_triton optim/kernels optim/triton_launches",
     "kernels/test_liger.py": "nn/fused_operators nn/liger",

@@ -131,7 +131,7 @@ def _of_file(path: Path) -> Source:
                 trained[name] = parameter["bits"] if correction is not None else 8 * weights[name].element_size()
             if correction is not None:
                 masters[name] = partial(joined, weights[name], correction)
-    return Source(str(path), weights, masters, trained)
+    return Source(str(path), weights, masters, trained or None)
 
 
 def unnamed(path: Path) -> str:

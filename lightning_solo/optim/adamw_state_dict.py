@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,7 +21,9 @@ from lightning_solo.optim.adamw_states import (
     plain,
 )
 from lightning_solo.optim.back_end_facts import SETTINGS
+from lightning_solo.optim.compressed_moments import BITS as MOMENT_BITS
 from lightning_solo.optim.param_groups import name_in, parameters_of, saved_states
+from lightning_solo.optim.split_weights import bits_of
 
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 """Options of torch's AdamW and Adam that have no compact form."""
@@ -41,7 +44,7 @@ def loadable_states(
         CheckpointError: groups, names, sizes or bits differ, tensors are missing, or an option is `UNSUPPORTED`.
     """
     state_dict = unmarked(state_dict)
-    _require_supported(state_dict)
+    require_supported(state_dict)
     _require_same_names(state_dict["param_groups"], optimizer.param_groups)
     states = saved_states(optimizer, state_dict)
     for p, state in states.items():
@@ -51,10 +54,19 @@ def loadable_states(
         if not any(is_alike(state, each) for each in ({}, correction, moments, whole)) and not is_plain(state, p):
             raise CheckpointError(
                 f"the states of {name_in(optimizer, p)}: {described(state)} in the file, {described(whole)} here;"
-                f" resume with the {SETTINGS}.master_bits and {SETTINGS}.moment_bits of the run that saved it, or"
-                f" {WEIGHTS_ALONE}"
+                f" resume with the bits of the file, {_bits(states)}; convert it by {CONVERT}, which any bits resume;"
+                f" or {WEIGHTS_ALONE}"
             )
     return states
+
+
+def _bits(states: Mapping[Tensor, Mapping[str, Any]]) -> str:
+    """Return the settings that saved states have."""
+    masters = {bits_of(state["correction"]) for state in states.values() if "correction" in state}
+    types = {state["exp_avg"].dtype for state in states.values() if isinstance(state.get("exp_avg"), Tensor)}
+    coded = {MOMENT_BITS[kind] for kind in types - {torch.float32} if kind in MOMENT_BITS}
+    bits = "".join(f"{SETTINGS}.master_bits={each} " for each in masters)
+    return f"{bits}{SETTINGS}.moment_bits={max(coded, default=32)}"
 
 
 def loaded_state(
@@ -87,6 +99,11 @@ def _marked(state: Mapping[str, Any]) -> dict[str, Any]:
     return {_STEPS if name == "step" else name: value for name, value in state.items()} | {"step": _REFUSAL}
 
 
+def is_compact(state: Mapping[str, Any]) -> bool:
+    """Return whether a state is one of a compact optimizer, as far as it shows without its parameter."""
+    return "correction" in state or "exp_avg_scale" in state or isinstance(state.get("step"), bytes)
+
+
 def unmarked(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the states that were `marked`; others as they are."""
     states = {key: _unmarked(state) for key, state in state_dict.get("state", {}).items()}
@@ -107,7 +124,7 @@ def require_plain(p: Tensor, state: Mapping[str, Any], name: str, optimizer: str
     """
     moment = state.get("exp_avg")
     is_flat = isinstance(moment, Tensor) and moment.dim() == 1 and p.dim() > 1
-    if "correction" in state or "exp_avg_scale" in state or is_flat:
+    if is_compact(state) or is_flat:
         raise CheckpointError(
             f"the checkpoint has compact states of {name}, which {optimizer} can't read; resume under the preset that"
             f" saved it (compact, compact_states, ...), convert it by {CONVERT}, or {WEIGHTS_ALONE}"
@@ -133,7 +150,12 @@ def plain_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     return {**state_dict, "state": {key: plain(parameters[key], state) for key, state in stepped.items()}}
 
 
-def _require_supported(state_dict: Mapping[str, Any]) -> None:
+def require_supported(state_dict: Mapping[str, Any]) -> None:
+    """Refuse a state dict that is not of AdamW or Adam, or has an `UNSUPPORTED` option.
+
+    Raises:
+        CheckpointError: names the group and the option.
+    """
     for name in ("state", "param_groups"):
         if name not in state_dict:
             raise CheckpointError(f"states of an optimizer without {name}: there are {', '.join(state_dict) or 'none'}")
