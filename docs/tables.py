@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_solo.cards.card import Card
-from lightning_solo.cards.catalogue import own_cards
+from lightning_solo.cards.catalogue import built_in_cards
 from lightning_solo.ladder.display import COLUMNS, details, noise_in_words
 from lightning_solo.ladder.figures import Figures
 from lightning_solo.planner.device import CAPABILITIES, device
@@ -592,13 +592,13 @@ def presets() -> str:
 
 def techniques() -> str:
     """Return the techniques, each with a link to its page and what it saves."""
-    rows = [[f"[`{name}`]({name}.md)", prose(card.saves), prose(card.costs)] for name, card in own_cards().items()]
+    rows = [[f"[`{name}`]({name}.md)", prose(card.saves), prose(card.costs)] for name, card in built_in_cards().items()]
     return table(["technique", "what it saves", "costs"], rows)
 
 
 def card(name: str) -> str:
     """Return the top of a technique's page: what its card says, and its settings."""
-    card = own_cards()[name]
+    card = built_in_cards()[name]
     how = f"`+callback={name}`" if card.group == "callback" else f"`strategy={name}`"
     rows = [
         ["class", f"`lightning_solo.{card.class_name}`"],

@@ -54,14 +54,14 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     """Return a function of `_HOME`, or the class of one of this package's techniques."""
-    from lightning_solo.cards.catalogue import load_class, own_cards
-
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
-    classes = {card.class_name: card for card in own_cards().values()} if not name.startswith("_") else {}
+    from lightning_solo.cards.catalogue import built_in_cards, load_class
+
+    classes = {card.class_name: card for card in built_in_cards().values()} if not name.startswith("_") else {}
     if name == "__all__":
         exceptions = [name for name in vars(_errors) if name.endswith("Error")]
-        return sorted([*_HOME, *exceptions, "callbacks", *(card.class_name for card in own_cards().values())])
+        return sorted([*_HOME, *exceptions, "callbacks", *(card.class_name for card in built_in_cards().values())])
     if name in classes:
         return load_class(classes[name])
     from lightning_solo.presets import old_spellings

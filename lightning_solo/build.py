@@ -111,20 +111,21 @@ def make(kind: str, node: Mapping[str, Any], *, allow: Sequence[str] = (), parti
     return functools.partial(cls, **arguments) if partial else cls(**arguments)
 
 
-def _of_kind(built: Any, kind: str, option: str) -> Any:
+def _of_kind(thing: Any, kind: str, option: str) -> Any:
     """Return an object; refuse one that is not of Lightning's class for this kind."""
     expected = {"callback": "Callback", "strategy": "Strategy", "model": "LightningModule"}.get(kind)
     homes = ("lightning", "pytorch_lightning")
-    parents = [cls.__name__ for cls in type(built).__mro__ if cls.__module__.split(".")[0] in homes]
+    parents = [cls.__name__ for cls in type(thing).__mro__ if cls.__module__.split(".")[0] in homes]
     if expected is not None and expected not in parents:
-        raise PresetError(f"{option}: a {expected} of Lightning is needed, this is a {type(built).__name__}")
-    return built
+        raise PresetError(f"{option}: a {expected} of Lightning is needed, this is a {type(thing).__name__}")
+    return thing
 
 
-def _refuse_twice(built: Sequence[Any], callbacks: Sequence[Any]) -> None:
-    for ours in built:
-        if any(type(theirs) is type(ours) for theirs in callbacks):
-            name = type(ours).__name__
+def _refuse_twice(ours: Sequence[Any], theirs: Sequence[Any]) -> None:
+    kinds = {type(callback) for callback in theirs}
+    for callback in ours:
+        if type(callback) in kinds:
+            name = type(callback).__name__
             raise ConflictError(
                 f"callbacks=[{name}(...)] and the preset's own {name}: keep one; "
                 f"the override ~callback.<its name> removes the preset's"

@@ -6,15 +6,15 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    from lightning_solo.cards.catalogue import load_class, own_cards
+    from lightning_solo.cards.catalogue import built_in_cards, load_class
 
-    for card in own_cards().values():
+    for card in built_in_cards().values():
         if card.class_name == name and card.group == "callback":
             return load_class(card)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    from lightning_solo.cards.catalogue import own_cards
+    from lightning_solo.cards.catalogue import built_in_cards
 
-    return sorted([*globals(), *(card.class_name for card in own_cards().values() if card.group == "callback")])
+    return sorted([*globals(), *(card.class_name for card in built_in_cards().values() if card.group == "callback")])

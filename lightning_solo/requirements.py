@@ -6,9 +6,9 @@ import importlib.metadata
 import re
 from pkgutil import resolve_name
 
-from packaging.requirements import Requirement
+from packaging.requirements import Requirement as PackageRequirement
 
-from lightning_solo.cards.card import Requirement as Need
+from lightning_solo.cards.card import Requirement
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import CapabilityError
 from lightning_solo.machine import cxx_compiler
@@ -38,7 +38,7 @@ def check_machine(configuration: Configuration, lightning: str = "lightning.pyto
         )
 
 
-def require(requirement: Need, words: str) -> None:
+def require(requirement: Requirement, words: str) -> None:
     """Refuse a machine that doesn't meet a requirement.
 
     Raises:
@@ -50,10 +50,10 @@ def require(requirement: Need, words: str) -> None:
     elif requirement.kind == "compiler" and cxx_compiler() is None:
         raise CapabilityError(f"no C++ compiler on this machine: {words}")
     elif requirement.kind == "package":
-        _require_package(Requirement(requirement.name), words)
+        _require_package(PackageRequirement(requirement.name), words)
 
 
-def _require_package(wanted: Requirement, words: str) -> None:
+def _require_package(wanted: PackageRequirement, words: str) -> None:
     try:
         version = importlib.metadata.version(wanted.name)
     except importlib.metadata.PackageNotFoundError:
@@ -74,7 +74,7 @@ def check_versions(lightning: str = "lightning.pytorch") -> None:
         return
     if lightning == "pytorch_lightning":  # the other home has the same versions, the malicious ones too
         declared = [*declared, *(f"pytorch-{line}" for line in declared if re.match(r"lightning\b", line))]
-    for requirement in map(Requirement, declared):
+    for requirement in map(PackageRequirement, declared):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:

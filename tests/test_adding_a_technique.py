@@ -37,6 +37,12 @@ def test_the_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert issubclass(cls, Technique)
 
 
+def test_the_preset_is_that_of_the_example() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    preset = EXAMPLE / "frozen_embeddings" / "conf" / "solo" / "fine_tuning.yaml"
+    assert block == preset.read_text(encoding="utf-8")
+
+
 def test_the_entry_point_is_that_of_the_example() -> None:
     block, package_data = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     assert package_data == '[tool.setuptools.package-data]\nfrozen_embeddings = ["conf/**/*.yaml"]\n'

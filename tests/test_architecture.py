@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_solo.cards.catalogue import own_cards
+from lightning_solo.cards.catalogue import built_in_cards
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_solo"
@@ -162,7 +162,7 @@ def words_of(path: Path) -> Iterator[str]:
 
 
 def test_no_file_outside_its_folder_names_a_technique() -> None:
-    names = {name for card in own_cards().values() for name in (card.name, card.class_name)}
+    names = {name for card in built_in_cards().values() for name in (card.name, card.class_name)}
     found: dict[str, set[str]] = {}
     for path in [PACKAGE / "__init__.py", *FILES]:
         if room(path) != "techniques" and (named := names & set(words_of(path))):

@@ -22,7 +22,7 @@ from hydra.utils import instantiate
 from hydra_plugins.lightning_solo.launcher import SoloLauncherConf
 from hydra_plugins.lightning_solo.sweeper import SoloOptunaSweeperConf
 from lightning_solo import errors
-from lightning_solo.cards.catalogue import own_cards
+from lightning_solo.cards.catalogue import built_in_cards
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cli import COMMANDS
 from lightning_solo.cli import convert as convert_command
@@ -270,12 +270,12 @@ def test_each_file_of_results_is_a_table_with_its_command(name: str) -> None:
 
 def test_a_technique_has_its_page_that_starts_from_its_card() -> None:
     pages = {path.stem for path in (DOCS / "techniques").glob("*.md")} - {"index"}
-    assert pages == set(own_cards())
+    assert pages == set(built_in_cards())
     for name in pages:
         text = (DOCS / "techniques" / f"{name}.md").read_text(encoding="utf-8")
         assert f"```{{card}} {name}\n" in text
         assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ["Use", "What it combines with", "Limits", "Figures"]
-        assert own_cards()[name].class_name in TABLES.card(name)
+        assert built_in_cards()[name].class_name in TABLES.card(name)
 
 
 @each_page
@@ -314,7 +314,7 @@ def test_each_way_a_job_can_end_is_explained() -> None:
 def test_each_technique_is_on_the_pages_that_list_them() -> None:
     pages = {name: (DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("api", "presets", "limits")}
     presets = "".join(path.read_text(encoding="utf-8") for path in TABLES.PRESETS.glob("*.yaml"))
-    for name, card in own_cards().items():
+    for name, card in built_in_cards().items():
         assert f".. autoclass:: {card.class_name}\n" in pages["api"]
         if card.phase is not Phase.OBSERVE:
             assert name in presets or f"| [`{name}`](techniques/{name}.md) |" in pages["presets"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_solo.cards.catalogue import own_cards
+from lightning_solo.cards.catalogue import built_in_cards
 from tests.test_architecture import FILES, PACKAGE, ROOT, imports
 
 TESTS = ROOT / "tests"
@@ -154,5 +154,5 @@ def test_the_list_names_only_modules_that_exist() -> None:
 
 def test_each_technique_has_a_test_file_of_its_name() -> None:
     """Cards themselves are tested all alike, in contract/test_cards.py."""
-    for card in own_cards().values():
+    for card in built_in_cards().values():
         assert mirrors(f"techniques/{card.name}/technique")

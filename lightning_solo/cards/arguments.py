@@ -53,7 +53,10 @@ class Parameter:
             return f"expected {describe(self.kind)} that is finite"
         if self.at_least is not None and isinstance(value, int | float) and value < self.at_least:
             return f"expected {describe(self.kind)} of at least {self.at_least}"
-        return self.check(value) if self.check is not None else None
+        complaint = self.check(value) if self.check is not None else None
+        if not isinstance(complaint, str | None):
+            raise TypeError(f"its check returns {complaint!r}; return what is wrong with the value, or None")
+        return complaint
 
     def _expected(self) -> str:
         if self.allowed:

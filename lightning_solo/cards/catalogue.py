@@ -21,7 +21,7 @@ from lightning_solo.cards.card import RESOURCES, Card, Requirement, Rung
 from lightning_solo.cards.configuration import Chosen
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings
-from lightning_solo.errors import PresetError, unknown_name
+from lightning_solo.errors import ConflictError, PresetError, unknown_name
 
 GROUP = "lightning_solo.techniques"
 """Entry point group for the cards of other packages: ``name = "package.module:CARD"``."""
@@ -46,7 +46,7 @@ class Catalogue:
         return {name: card for name, card in self.cards.items() if card.group == group}
 
 
-class OwnCards(Mapping[str, Card]):
+class BuiltInCards(Mapping[str, Card]):
     """The cards of this package's techniques, by name; each is imported when it is first read."""
 
     def __init__(self) -> None:
@@ -67,9 +67,9 @@ class OwnCards(Mapping[str, Card]):
 
 
 @functools.cache
-def own_cards() -> Mapping[str, Card]:
+def built_in_cards() -> Mapping[str, Card]:
     """Return the cards of this package's techniques, by name."""
-    return OwnCards()
+    return BuiltInCards()
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def catalogue() -> Catalogue:
     others: dict[str, Card] = {}
     folders: list[Path] = []
     broken: dict[str, str] = {}
-    cards = ChainMap(others, own_cards())  # type: ignore[arg-type] # only the first is ever changed
+    cards = ChainMap(others, built_in_cards())  # type: ignore[arg-type] # only the first is ever changed
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
         try:
             card = _loaded(point)
@@ -146,9 +146,11 @@ def problems(card: Card) -> Iterator[str]:
     if not (isinstance(settings, type) and issubclass(settings, TechniqueSettings) and is_dataclass(settings)):
         yield f"{card.name}: settings={settings!r}: write a frozen dataclass with the base TechniqueSettings"
     else:
-        for field in fields(settings):
-            if field.default is MISSING:
-                yield f"{card.name}: the setting {field.name!r} has no default; write {field.name} = setting(<default>)"
+        missing = [field.name for field in fields(settings) if field.default is MISSING]
+        for name in missing:
+            yield f"{card.name}: the setting {name!r} has no default; write {name} = setting(<default>)"
+        if not missing:
+            yield from _wrong_defaults(card)
     yield from _missing_target(card)
     for name in ("planned", "footprint"):
         way = getattr(card, name)
@@ -169,6 +171,13 @@ def problems(card: Card) -> Iterator[str]:
                 yield f"{card.name}: {kind} {name!r}; did you mean {near[0]!r}?"
 
 
+def _wrong_defaults(card: Card) -> Iterator[str]:
+    try:
+        card.check({})
+    except (PresetError, ConflictError, TypeError) as error:
+        yield f"the defaults of {card.name} are refused: {error}"
+
+
 def _missing_target(card: Card) -> Iterator[str]:
     module, _, name = card.target.partition(":")
     if not name:
@@ -176,7 +185,7 @@ def _missing_target(card: Card) -> Iterator[str]:
         return
     path = module_file(module)
     if path is None:
-        yield f"{card.name}: target={card.target!r}: there is no module {module}"
+        yield f"{card.name}: target={card.target!r}: there is no module {module}, or its package has no __init__.py"
     elif not re.search(rf"\b{re.escape(name)}\b", path.read_text(encoding="utf-8")):
         yield f"{card.name}: target={card.target!r}: {module} has no {name!r}"
 

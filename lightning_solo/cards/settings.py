@@ -44,8 +44,10 @@ class TechniqueSettings:
             cls.__hash__ = object.__hash__  # type: ignore[method-assign]
             if "__init__" not in vars(cls):  # evaluated, since LightningCLI reads only types that its module can name
                 cls.__init__.__annotations__ = get_type_hints(cls.__init__)
-            if "__doc__" in vars(cls) and cls.__doc__ and "    Args:" not in cls.__doc__:
-                cls.__doc__ = documented(cls.__doc__, cls)
+                cls.__init__.__qualname__ = f"{cls.__name__}.__init__"  # for Python's message about a wrong argument
+            doc = cls.__doc__ or cls.__bases__[-1].__doc__ or ""
+            if "    Args:" not in doc:
+                cls.__doc__ = documented(doc, cls)
 
     def __post_init__(self) -> None:
         self._check_values(self.technique)
@@ -78,7 +80,7 @@ class TechniqueSettings:
     @classmethod
     def _with(cls: type[AnySettings], values: Mapping[str, Any]) -> AnySettings:
         created = cls.__new__(cls)
-        vars(created).update({name: _copied(value) for name, value in values.items()})
+        vars(created).update(values)
         return created
 
     def _check_values(self, option: str) -> None:

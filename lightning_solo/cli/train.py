@@ -26,7 +26,7 @@ from rich.console import Console
 
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.build import make, trainer_arguments
-from lightning_solo.cards.catalogue import load_class, own_cards
+from lightning_solo.cards.catalogue import built_in_cards, load_class
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cli import INTERRUPTED, TERMINATED, refuse
 from lightning_solo.cli.command_line import (
@@ -100,7 +100,7 @@ def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -
         solo, plan_checks = chosen(checked, folder / AUTO_FILE, resumes=resumes)
         checked = replace(checked, solo=solo)
     often = checked.trainer.get("log_every_n_steps") or 50  # like other logs; 0 means never
-    watch = [] if checked.solo.has("throughput") else [load_class(own_cards()["throughput"])(every_n_steps=often)]
+    watch = [] if checked.solo.has("throughput") else [load_class(built_in_cards()["throughput"])(every_n_steps=often)]
     callbacks = [*watch, *plan_checks]
     callbacks += checkpoint_callbacks(cfg, checked, run_folder)
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks)

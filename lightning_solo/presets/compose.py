@@ -59,7 +59,19 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
     except ConflictError as error:
         if isinstance(preset, (str, Mapping)):
             raise
-        raise ConflictError(f"presets {' and '.join(preset)}: {error}, or drop {' or '.join(preset)}") from error
+        cures = [name for name in preset if _composes([n for n in preset if n != name], overrides, allow)]
+        remedy = f", or drop {' or '.join(cures)}" if cures else ""
+        raise ConflictError(f"presets {' and '.join(preset)}: {error}{remedy}") from error
+
+
+def _composes(names: Sequence[str], overrides: Sequence[str], allow: Sequence[str]) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parse_configuration(compose_yaml(names, parse_overrides(overrides)), allow)
+    except SoloError:
+        return False
+    return True
 
 
 def name_of(preset: Preset) -> str:
@@ -138,9 +150,14 @@ def compose_yaml(preset: Preset, overrides: Sequence[Override] = ()) -> dict[str
 
 
 def _hydra(overrides: Sequence[str], what: str) -> DictConfig:
+    """Return Hydra's composition of overrides. ``what`` starts the message of an error.
+
+    Hydra looks in the user's ``./conf``, then in the entries that `hydra_plugins.lightning_solo.search_path` appends:
+    ``conf/library``, other packages' folders, and `TechniqueSource`, which has techniques and the schema of presets.
+    """
     try:
         with hydra_of_our_own():
-            folder = str(user_conf_folder() or conf_folder() / "library")
+            folder = str(user_conf_folder() or conf_folder())  # the latter has no group of a preset
             with initialize_config_dir(folder, **VERSION_BASE):
                 return hydra_compose(config_name=None, overrides=[*overrides, *WITHOUT_HYDRA])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
@@ -151,10 +168,7 @@ def _hydra(overrides: Sequence[str], what: str) -> DictConfig:
 
 def _with_values(composed: DictConfig, overrides: Sequence[Override]) -> dict[str, Any]:
     """Apply overrides to composed fields; return plain containers with interpolations resolved."""
-    typed = OmegaConf.get_type(composed) is PresetSchema
-    fields: Any = OmegaConf.to_container(composed, resolve=False)
-    if typed:  # fields that no file sets
-        fields = {key: value for key, value in fields.items() if not (key in UNSET and value == "???")}
+    fields = _without_unset(composed, OmegaConf.to_container(composed, resolve=False))
     root = OmegaConf.create({"solo": fields})  # interpolations are absolute, as in an application
     for override in overrides:
         apply_override(root.solo, override)
@@ -195,18 +209,22 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
         raise PresetError(f"{error.full_key or 'preset'}: {str(error).splitlines()[0]}{remedy}") from error
     if not isinstance(plain, dict):
         raise PresetError(f"a preset must be a mapping, got {node!r}")
-    presets: list[tuple[Any, Any]] = [(node, plain), (node.get("solo"), plain.get("solo"))]
-    for preset, fields in presets:
-        if isinstance(preset, DictConfig) and OmegaConf.get_type(preset) is PresetSchema:
-            for name in UNSET:
-                if fields[name] == "???":
-                    del fields[name]
+    plain = _without_unset(node, plain)
+    if "solo" in plain:
+        plain["solo"] = _without_unset(node.get("solo"), plain["solo"])
     for path, value in leaves(plain):
         if value == "???":
             raise PresetError(f"{path}: a mandatory value is missing; write {path}=...")
         if isinstance(value, str) and "${" in value:  # a second resolution could turn it into a target
             raise PresetError(f"{path}={value!r}: an escaped interpolation is not supported; write the value itself")
     return {str(key): value for key, value in plain.items()}
+
+
+def _without_unset(preset: Any, fields: Any) -> Any:
+    """Return a preset's plain fields without those that no file sets, if it has the schema of presets."""
+    if OmegaConf.get_type(preset) is not PresetSchema:
+        return fields
+    return {name: value for name, value in fields.items() if not (name in UNSET and value == "???")}
 
 
 def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> None:
@@ -220,7 +238,6 @@ def check_combination(names: Sequence[str], overridden: Sequence[str] = ()) -> N
         raise PresetError(f"preset={names!r}: write names, such as [compact,checkpointing]")
     chosen: dict[str, dict[str, Any]] = {}
     for name in names:
-        check_file(name)
         if name in chosen:
             raise PresetError(f"presets {list(names)}: {name!r} is listed twice; drop one")
         chosen[name] = written_fields(name)

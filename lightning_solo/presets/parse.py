@@ -90,38 +90,35 @@ def _nodes(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if not isinstance(callbacks, Mapping):
         raise PresetError(f"callback={callbacks!r}: must map a name to its arguments, such as callback.memory_logger")
     for key, node in callbacks.items():
-        if node is None:  # `callback.memory_logger=null` switches it off
-            continue
-        own_name = isinstance(node, Mapping) and not {"_target_", "name"} & set(node)
-        yield f"callback.{key}", {"name": key, **node} if own_name else node
+        if node is not None:  # `callback.memory_logger=null` switches it off
+            yield f"callback.{key}", node
 
 
 def _part(node: object, option: str, allow: Sequence[str]) -> Chosen | Target:
-    """Return the technique or target of a node."""
-    kind = option.split(".")[0]
+    """Return the technique or target of a node; a callback's key is its name, unless its node has another one."""
+    kind, _, key = option.partition(".")
     if kind == "strategy" and (message := old_spellings.refusal_of_strategy(node)):
         raise PresetError(message)
     node = check_node(node, option, allow)
     if "_target_" in node:
         return Target(option, node, tuple(allow))
-    named = option.removeprefix("callback.") == node["name"]
-    card = card_of(kind, node["name"], option if named else f"{option}.name")
+    name = node.get("name", key)
+    card = card_of(kind, name, option if name == key else f"{option}.name")
     values = {str(key): value for key, value in node.items() if key != "name"}
     return Chosen(card, card.check(values, option), option)
 
 
 def check_node(node: object, option: str, allow: Sequence[str]) -> Mapping[str, Any]:
-    """Return a node, which has either a ``name`` or an allowed ``_target_``.
+    """Return a node, which is named by its ``name``, an allowed ``_target_``, or the key in ``callback.<key>``.
 
     Raises:
-        PresetError: the node is no mapping, has neither key, or has a target that isn't allowed.
+        PresetError: the node is no mapping, has no name, or has a target that isn't allowed.
     """
-    kind = option.split(".")[0]
     if not isinstance(node, Mapping):
         raise PresetError(f"{option}={node!r}: must be a mapping of arguments, such as {option}.<argument>=...")
     refuse_foreign_targets(node, option, allow)
-    if "_target_" not in node and "name" not in node:
-        raise PresetError(f"{option}: no `name`; write {kind}=<name> to choose one")
+    if not ("_target_" in node or "name" in node or "." in option):
+        raise PresetError(f"{option}: no `name`; write {option}=<name> to choose one")
     return node
 
 
@@ -192,8 +189,9 @@ def _auto(given: object) -> AutoSettings | None:
     if given is None:
         return None
     if not isinstance(given, Mapping):
-        fields = ", ".join(AUTO_EXAMPLES)
-        raise PresetError(f"auto={given!r}: must map {fields} to their values, such as auto.budget=16GiB")
+        raise PresetError(
+            f"auto={given!r}: must map {', '.join(AUTO_EXAMPLES)} to their values, such as auto.budget=16GiB"
+        )
     kinds = {"device": str | None, "budget": str | int | None, "accept_tight": bool, "presets": Sequence[str] | None}
     for name, value in given.items():
         if name not in kinds:

@@ -113,6 +113,11 @@ def clipping(precision: Any, around: Around) -> Any:
     return replaced(precision, "clip_gradients", clip_gradients)
 
 
+def without_clipping(precision: Any) -> Any:
+    """Clip nothing; the techniques' ``clip`` is still called."""
+    return replaced(precision, "clip_gradients", lambda *args, **kwargs: None)
+
+
 def without_module_init_context(precision: Any) -> Any:
     """Build weights in fp32 in ``configure_model``, not in the dtype that the precision's context sets."""
     return replaced(precision, "module_init_context", nullcontext)

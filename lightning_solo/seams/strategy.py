@@ -163,9 +163,10 @@ def _optimizer_step(run: Run, own: Own, optimizer: Any, closure: Own, model: Any
         run.end_step()
         return result
     precision = run.strategy.precision_plugin
+    clipped = patches.with_hooks(precision, model or run.module, optimizer, closure)
 
     def proceed(optimizer: Any, replacement: Own, **options: Any) -> Any:
-        if replacement is with_hooks:
+        if replacement is clipped:
             return own(optimizer, closure, model, **options)
         if run.precision == "16-mixed":
             names = ", ".join(type(technique).__name__ for technique in run.having("step"))
@@ -176,8 +177,7 @@ def _optimizer_step(run: Run, own: Own, optimizer: Any, closure: Own, model: Any
         with patches.without_hooks(precision):  # the technique's closure ran them
             return own(optimizer, replacement, model, **options)
 
-    with_hooks = patches.with_hooks(precision, model or run.module, optimizer, closure)
-    result = run.around("step", proceed)(optimizer, with_hooks, **kwargs)
+    result = run.around("step", proceed)(optimizer, clipped, **kwargs)
     run.end_step()
     return result
 

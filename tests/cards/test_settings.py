@@ -119,3 +119,28 @@ def test_the_docstring_has_the_texts_before_what_is_raised() -> None:
 
 def test_the_constructor_is_typed_with_evaluated_types() -> None:
     assert Painter.__init__.__annotations__["layers"] is int
+
+
+def test_a_class_without_a_docstring_documents_its_settings() -> None:
+    class Brush(Base, Settings):
+        pass
+
+    assert Brush.__doc__ is not None
+    assert Brush.__doc__.startswith("Settings of Painter.\n\n    Args:\n        layers: coats of paint.")
+
+
+def test_an_unknown_argument_is_refused_in_the_name_of_the_technique() -> None:
+    class Roller(Base, Settings):
+        pass
+
+    with pytest.raises(TypeError, match=r"^Roller\.__init__\(\) .* 'coats'"):
+        Roller(coats=3)  # type: ignore[call-arg]
+
+
+def test_a_check_returns_words_or_none() -> None:
+    @dataclass(frozen=True)
+    class Rate(TechniqueSettings):
+        rate: float = setting(0.5, "of a step", check=lambda rate: rate > 0)  # type: ignore[arg-type,return-value]
+
+    with pytest.raises(TypeError, match="its check returns True"):
+        Rate()

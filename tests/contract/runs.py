@@ -16,13 +16,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import lightning_solo as solo
 from lightning_solo.cards.card import Card
-from lightning_solo.cards.catalogue import own_cards
+from lightning_solo.cards.catalogue import built_in_cards
 from tests.modules import OF_DOCUMENTS, Classifier, classification, documents, loader
 
 WIDTH = 64  # linear layers of 64 x 256: moments in 8 bits start at 4,096 elements
 BATCHES = 6
 PRECISION = "bf16-mixed"
-ON_CPU = [card for card in own_cards().values() if card.on_cpu is not None]
+ON_CPU = [card for card in built_in_cards().values() if card.on_cpu is not None]
 
 
 def fields(*cards: Card, precision: str = PRECISION) -> dict[str, Any]:

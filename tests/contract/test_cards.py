@@ -13,13 +13,13 @@ import pytest
 
 from lightning_solo.cards.arguments import parameters_of
 from lightning_solo.cards.card import RESOURCES, Card, resources
-from lightning_solo.cards.catalogue import load_class, own_cards, problems
+from lightning_solo.cards.catalogue import built_in_cards, load_class, problems
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.presets.compose import compose_yaml
 from lightning_solo.presets.overrides import parse_overrides
 
 ROOT = Path(__file__).parents[2]
-CARDS = list(own_cards().values())
+CARDS = list(built_in_cards().values())
 every_card = pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
 
 

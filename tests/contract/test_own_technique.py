@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.messages import lines_with, nearest
+from tests.pages import DOCS, Page
 
 ROOT = Path(__file__).parents[2]
 CARD = """
@@ -83,7 +85,6 @@ trainer.fit(module, loader)
 batch = torch.arange(8)
 plan, whole = (solo.plan(Module, batch, preset=preset, device="rtx-4090") for preset in ("fine_tuning", "bf16"))
 from lightning_solo.planner import auto
-auto.preset_files = lambda: ["bf16", "fine_tuning"]
 asked = compose("auto"), lambda config: None
 print(json.dumps({
     "candidates": list(auto.candidates(*asked, None, ())),
@@ -102,7 +103,8 @@ print(json.dumps({
     assert "min_rows: 256" in shown["shown"]
     names = shown["rungs"]
     assert names.index("checkpointing") < names.index("frozen embeddings") < names.index("accumulation")
-    assert shown["candidates"] == ["bf16"], "what trains other parameters is for those who name it"
+    assert "bf16" in shown["candidates"]
+    assert "fine_tuning" not in shown["candidates"], "a preset that trains other parameters must be chosen by name"
     assert shown["named"] == ["fine_tuning"]
     assert shown["frozen"]
     assert shown["trained"]
@@ -123,6 +125,27 @@ with initialize_config_dir(os.getcwd(), version_base=None):
     print(compose("app", ["solo.callback.frozen_embeddings.min_rows=7"]).solo.callback)
 """
     assert "{'min_rows': 7}" in run(application, installed, cwd=tmp_path)
+
+
+@pytest.mark.long
+def test_the_page_on_adding_a_technique_attaches_it_as_it_says(installed: Path, tmp_path: Path) -> None:
+    page = Page(DOCS / "adding_a_technique.md")
+    (python,) = page.of("pycon")
+    code = """
+from lightning.pytorch import Trainer
+from frozen_embeddings.technique import FrozenEmbeddings
+from lightning_solo import trainer_kwargs
+from tests.test_docs import check
+for line in {lines}:
+    trainer = eval(line.removeprefix(">>> "))
+    print([c.min_rows for c in trainer.callbacks if isinstance(c, FrozenEmbeddings)])
+for command in {commands}:
+    check(command)
+"""
+    commands = [command for command, _ in page.commands()]
+    printed = run(code.format(lines=python.text.splitlines(), commands=commands), installed, cwd=tmp_path)
+    assert re.findall(r"^\[\d*\]$", printed, re.MULTILINE) == ["[100]", "[256]", "[100]"]
+    assert "solo/callback=frozen_embeddings" in " ".join(commands)
 
 
 def package(folder: Path, name: str, card: str) -> None:
@@ -158,9 +181,13 @@ BROKEN = {
     "no_card": ("CARD = 3", "CARD is a int; write a lightning_solo.cards.card.Card"),
     "no_class": (CARD.format(**{**GOOD, "target": "frozen_embeddings.technique:Missing"}), "has no 'Missing'"),
     "no_module": (CARD.format(**{**GOOD, "target": "frozen_embeddings.missing:A"}), "there is no module"),
+    "no_init": (CARD.format(**{**GOOD, "target": "no_init.card:CARD"}), "or its package has no __init__.py"),
     "same_name": (CARD.format(**{**GOOD, "name": "memory_logger"}), "the name 'memory_logger' is taken"),
     "no_default": (CARD.format(**{**GOOD, "default": "field()"}).replace("import dataclass", "import dataclass, field"),
                    "the setting 'size' has no default"),
+    "wrong_default": (CARD.format(**{**GOOD, "default": 'setting(0, "rows", at_least=1)'}), "size=0: expected"),
+    "wrong_check": (CARD.format(**{**GOOD, "default": 'setting(1, "rows", check=lambda size: size > 0)'}),
+                    "its check returns True"),
     "no_base": (CARD.format(**GOOD).replace("(TechniqueSettings)", ""), "with the base TechniqueSettings"),
     "no_phase": (CARD.format(**{**GOOD, "phase": "7.5"}), "phase=7.5 is none of Phase's: BATCHES, DATA"),
     "no_need": (CARD.format(**GOOD).replace('reference=""', 'reference="", requires=(1,)'), "a tuple of Requirement"),
@@ -173,6 +200,7 @@ BROKEN = {
 def test_broken_ones_are_named_and_left_out(installed: Path, tmp_path: Path) -> None:
     for name, (card, _) in BROKEN.items():
         package(tmp_path, name, card)
+    (tmp_path / "no_init" / "__init__.py").unlink()
     code = """
 import json, warnings
 import lightning_solo as solo
@@ -201,7 +229,7 @@ except solo.PresetError as error:
 """
     message = run(code, installed, tmp_path, cwd=tmp_path)
     assert lines_with(message, "frozen_embeddings.technique:FrozenEmbeddings", "size")
-    assert "card" in message
+    assert "from the settings" in message
 
 
 def test_a_preset_named_as_one_of_ours_is_named_and_left_out(installed: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_solo.cards.card import Card
-from lightning_solo.cards.catalogue import own_cards
+from lightning_solo.cards.catalogue import built_in_cards
 from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError
 from lightning_solo.presets.compose import compose
@@ -29,7 +29,7 @@ WITHOUT_REFERENCE = (
     {"packing", "accumulation_schedule"},
     {"curriculum", "layer_drop"},
 )
-CARDS = sorted(own_cards().values(), key=lambda card: (card.phase, card.name))
+CARDS = sorted(built_in_cards().values(), key=lambda card: (card.phase, card.name))
 PAIRS = list(combinations(CARDS, 2))
 # The pairs grow with the square of the cards: those that act one after the other stand for all in `make test`.
 NEIGHBOURS = {(one.name, other.name) for one, other in pairwise(CARDS)}

@@ -14,12 +14,12 @@ import pytest
 import pytorch_lightning
 import torch
 
-from lightning_solo.cards.catalogue import load_class, own_cards
+from lightning_solo.cards.catalogue import built_in_cards, load_class
 from lightning_solo.seams.homes import for_home
 from tests.modules import Stack, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU")
-STRATEGIES = {card.name: card for card in own_cards().values() if card.group == "strategy"}
+STRATEGIES = {card.name: card for card in built_in_cards().values() if card.group == "strategy"}
 
 
 class Step:

@@ -339,6 +339,11 @@ class TestLists:
         with pytest.warns(UserWarning, match="precision"):
             assert "drop compact or zero_offload" in refused(["compact", "zero_offload"], error=ConflictError)
 
+    def test_only_presets_whose_removal_helps_are_named(self) -> None:
+        message = refused(["packing", "checkpointing", "length_bucketing"], error=ConflictError)
+        assert "drop packing or length_bucketing" in message
+        assert "or checkpointing" not in message
+
     @pytest.mark.parametrize(
         ("names", "error", "words"),
         [

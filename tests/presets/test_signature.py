@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from lightning_solo.cards.arguments import REQUIRED, accepts, check_arguments, describe, parameters_of
-from lightning_solo.cards.catalogue import own_cards
+from lightning_solo.cards.catalogue import built_in_cards
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.registry import NAMES
 from lightning_solo.presets.signature import parameters
@@ -49,7 +49,7 @@ def test_accepts(kind: Any, good: list[Any], bad: list[Any]) -> None:
 
 
 def test_missing_and_unknown_arguments_are_named() -> None:
-    accepted = parameters_of(own_cards()["memory_logger"].settings)
+    accepted = parameters_of(built_in_cards()["memory_logger"].settings)
     with pytest.raises(PresetError, match=mentions("callback.m.tabel=1: ", nearest("table"))):
         check_arguments({"tabel": 1}, accepted, "callback.m")
     adam = parameters("torch.optim.adamw:AdamW")

@@ -11,7 +11,7 @@ import torch
 
 import lightning_solo as solo
 from lightning_solo.cards.card import Card, resources
-from lightning_solo.cards.catalogue import load_class, own_cards
+from lightning_solo.cards.catalogue import built_in_cards, load_class
 from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError
 from lightning_solo.seams.technique import Technique
@@ -76,7 +76,7 @@ def test_an_owner_that_comes_as_a_callback_is_refused_beside_another(
     assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
 
 
-MAKES_BATCHES = [card for card in own_cards().values() if "batches" in resources(card.owns, card.settings())]
+MAKES_BATCHES = [card for card in built_in_cards().values() if "batches" in resources(card.owns, card.settings())]
 
 
 @pytest.mark.parametrize("card", MAKES_BATCHES, ids=lambda card: card.name)

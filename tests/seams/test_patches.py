@@ -119,6 +119,14 @@ def test_clipping_ends_in_the_precision(home: ModuleType, make_trainer: Make) ->
     assert trainer.lightning_module.net.head.weight.grad.abs().max() <= 0.5  # it has clipped
 
 
+def test_nothing_is_clipped(home: ModuleType, make_trainer: Make) -> None:
+    trainer = make_trainer(home, gradient_clip_val=1e-6, max_steps=1)
+    with patches.without_clipping(trainer.precision_plugin):
+        trainer.fit(regression(home), loader(1))
+    assert "clip_gradients" not in vars(trainer.precision_plugin)
+    assert trainer.lightning_module.net.head.weight.grad.abs().max() > 1e-6
+
+
 def test_configure_model_builds_in_the_default_dtype(home: ModuleType, make_trainer: Make) -> None:
     kinds: list[torch.dtype] = []
 

@@ -85,8 +85,8 @@ class GradientRelease(Technique, Settings):
         if self.buffer == "host" and not release.immediate:
             release.allocate()
         ctx.release, ctx.window.gradients_stay = release, False
-        # parameters hold no gradients that Lightning could clip; seams of other techniques are still called
-        ctx.undo.enter_context(patches.clipping(ctx.strategy.precision_plugin, lambda _: lambda *args: None))
+        # parameters hold no gradients that Lightning could clip
+        ctx.undo.enter_context(patches.without_clipping(ctx.strategy.precision_plugin))
         ctx.info(f"gradient_release: gradients, {self._words(ctx, release)}")
         return optimizers
 
