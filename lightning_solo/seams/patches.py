@@ -267,6 +267,37 @@ def stepped_batches(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
+@contextmanager
+def learning_rates_named(trainer: Any, originals: Mapping[Any, type[Any]]) -> Iterator[None]:
+    """Name optimizers in learning-rate monitors by the classes of the originals: ``lr-AdamW``, not ``lr-CompactAdamW``.
+
+    Args:
+        trainer: of any callbacks.
+        originals: optimizer -> class of the optimizer that it replaced.
+    """
+
+    def through(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def names(optimizer: Any, name: str, seen: list[Any], counts: Any, config: Any) -> Any:
+            original = originals.get(optimizer)
+            if original is None:
+                return stock(optimizer, name, seen, counts, config)
+            stand_in = object.__new__(original)  # the monitor counts optimizers by their class
+            vars(stand_in)["param_groups"] = optimizer.param_groups
+            if config is None or config.name is None:
+                name = f"lr-{original.__name__}"
+            seen.append(optimizer)
+            return stock(stand_in, name, [], counts, config)
+
+        return names
+
+    with ExitStack() as stack:
+        for callback in trainer.callbacks:
+            if any(cls.__name__ == "LearningRateMonitor" for cls in type(callback).__mro__):
+                stock = callback._check_duplicates_and_update_name
+                stack.enter_context(replaced(callback, "_check_duplicates_and_update_name", through(stock)))
+        yield
+
+
 def steps_next(trainer: Any) -> bool:
     """Return whether the optimizer steps after this micro-batch: its window is full, or the epoch ends."""
     return not trainer.fit_loop._should_accumulate()

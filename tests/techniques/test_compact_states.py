@@ -412,6 +412,37 @@ def test_layers_that_are_unfrozen_later_are_split(home: ModuleType, make_trainer
     assert trainer.optimizers[0].state[module.net.blocks[0].up.weight]["step"] == 20
 
 
+@pytest.mark.parametrize("optimizers", [["AdamW"], ["Adam"], ["SGD"], ["Adam", "AdamW"], ["AdamW", "AdamW"]], ids=str)
+@pytest.mark.parametrize("schedule", ["none", "plain", "named"])
+def test_learning_rate_monitors_name_the_users_optimizers(
+    home: ModuleType, make_trainer: Make, optimizers: list[str], schedule: str
+) -> None:
+    def keys(*callbacks: Any) -> list[str]:
+        torch.manual_seed(1)
+        module = regression(home, Stack(blocks=2))
+        if len(optimizers) == 2:
+            module.automatic_optimization = False
+        parts = [module.net.blocks, module.net.head][: len(optimizers)]
+        groups = [[{"params": [p]} for p in [*part.parameters()][:2]] for part in parts]
+        created = [getattr(torch.optim, n)(g, lr=1e-3) for n, g in zip(optimizers, groups, strict=True)]
+        config: dict[str, Any] = {"name": "mine"} if schedule == "named" else {}
+        schedulers = [
+            {"scheduler": torch.optim.lr_scheduler.ConstantLR(each), **config} for each in created if schedule != "none"
+        ]
+        module.configure_optimizers = lambda: (created, schedulers)
+        logger = home.loggers.logger.DummyLogger()
+        monitor = home.callbacks.LearningRateMonitor("step")
+        arguments = {"precision": "bf16-true", "max_steps": 2, "log_every_n_steps": 1}
+        trainer = make_trainer(home, logger=logger, callbacks=[monitor, *callbacks], **arguments)
+        trainer.fit(module, loader(2))
+        assert "_check_duplicates_and_update_name" not in vars(monitor)
+        return sorted(monitor.lrs)
+
+    plain = keys()
+    assert keys(CompactStates()) == plain
+    assert all(("mine" if schedule == "named" else optimizers[0]) in key for key in plain[:1])
+
+
 # --- memory ---
 
 

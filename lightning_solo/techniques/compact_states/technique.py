@@ -116,6 +116,8 @@ class CompactStates(Technique, Settings):
             ctx.strategy.optimizers = list(converted)
 
         compact = convert(optimizers, schedulers, self, corrections, put)
+        originals = {new: type(old) for old, new in zip(optimizers, compact, strict=True)}
+        ctx.undo.enter_context(patches.learning_rates_named(ctx.trainer, originals))
         for optimizer in compact:  # for messages; names in the groups would refuse groups that come without
             vars(optimizer)["parameter_names"] = {p: name for name, p in ctx.module.named_parameters()}
         corrections.clear()
