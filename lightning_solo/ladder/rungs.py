@@ -12,6 +12,7 @@ from lightning_solo.errors import ConflictError, PresetError, nearest
 BASELINE = "baseline"
 _CALLBACK = "+solo/callback="
 _STRATEGY = "+solo/strategy="
+_PRECISION = "solo.precision="
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def folder_name(combination: Sequence[LadderTechnique]) -> str:
 def overrides_of(
     combination: Sequence[LadderTechnique], given: Sequence[str], ladder: Sequence[LadderTechnique] | None = None
 ) -> list[str]:
-    """Return the overrides of `lightning-solo train` for a combination.
+    """Return the overrides of `lightning-solo train` for a combination; the last technique's precision counts.
 
     Args:
         combination: techniques.
@@ -118,7 +119,9 @@ def overrides_of(
         if text.startswith(_CALLBACK):
             callbacks += [name.strip() for name in text.removeprefix(_CALLBACK).strip("[]").split(",")]
     listed = [f"{_CALLBACK}[{','.join(callbacks)}]"] if callbacks else []
-    fields = list(dict.fromkeys(text for text in needed if not text.startswith(_CALLBACK)))
+    precisions = [text for text in needed if text.startswith(_PRECISION)]
+    fields = [text for text in needed if not text.startswith((_CALLBACK, _PRECISION))]
+    fields = [*precisions[-1:], *dict.fromkeys(fields)]
     _refuse_twice(fields, combination)
     first = [text for text in wanted if not text.startswith((_CALLBACK, "solo.", "+solo.", "~solo."))]
     last = [text for text in wanted if text.startswith(("solo.", "+solo.", "~solo."))]

@@ -58,12 +58,14 @@ class Row:
 
     @property
     def loss(self) -> float | None:
-        """The task function's value if it is a number, else the logged validation loss, else another logged loss.
+        """The number that the task function returns, alone or as ``loss``; else the logged validation or other loss.
 
         None for a job that didn't finish: its last logged loss may be of another kind, or of a single batch.
         """
         if self.status != FINISHED:
             return None
+        if isinstance(self.returned, Mapping) and "loss" in self.returned:
+            return number(self.returned["loss"])
         returned = number(self.returned)
         return loss_of(self.metrics) if returned is None else returned
 

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 from lightning_solo.build import trainer_arguments
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.ladder import measurement
 from lightning_solo.ladder.display import COLUMNS, details, memory_in_words, noise_in_words, table
@@ -253,10 +254,28 @@ def test_rungs_have_the_configuration_of_their_names() -> None:
         "checkpointing": (None, "32-true", added | {"activation_checkpointing"}),
         "accumulation": (None, "32-true", added | {"accumulation_schedule"}),
         "chunked loss": (None, "32-true", added | {"chunked_cross_entropy"}),
-        "compact": (None, "bf16-mixed", added | {"compact_states", "gradient_release"}),
+        "compact": (None, "bf16-true", added | {"compact_states", "gradient_release"}),
         "zero_offload": ("zero_offload", "32-true", added),
     }
     assert list(rungs) == ["bf16", "checkpointing", "accumulation", "chunked loss", "compact", "zero_offload"]
+
+
+def configured(*names: str) -> Configuration:
+    by_name = {technique.name: technique for technique in chosen(None)}
+    overrides = overrides_of([by_name[name] for name in names], [])[1:]
+    return compose("baseline", [text.replace("solo/", "").replace("solo.", "") for text in overrides])
+
+
+def test_rung_of_a_presets_name_is_that_preset() -> None:
+    assert configured("compact") == compose("compact")
+    assert configured("bf16") == compose("bf16")
+
+
+def test_precision_of_the_last_technique_counts() -> None:
+    together = configured("bf16", "checkpointing", "compact")
+    assert together.precision == "bf16-true"
+    assert {each.card.name for each in together.techniques} > {"activation_checkpointing", "gradient_release"}
+    assert configured("bf16", "checkpointing").precision == "bf16-mixed"
 
 
 # --- what is measured ---

@@ -69,6 +69,10 @@ def test_loss_is_the_returned_number_else_the_validation_loss() -> None:
     assert replace(ROW, returned=0.25).loss == 0.25
     assert replace(ROW, returned=None, metrics={"train/loss": 1.0, "validation/loss": 3.0}).loss == 3.0
     assert replace(ROW, returned=True, metrics={}).loss is None
+    rung = {"loss": 2.5, "step_s": 0.1}  # of a ladder, whose report has its loss twice
+    assert replace(ROW, returned=rung, metrics={"train/loss": 1.0}).loss == 2.5
+    assert replace(ROW, returned={**rung, "loss": None}, metrics={"train/loss": 1.0}).loss is None
+    assert replace(ROW, returned={"accuracy": 0.5}, metrics={"train/loss": 1.0}).loss == 1.0
     assert replace(ROW, status="interrupted").loss is None  # of its last batch
 
 
