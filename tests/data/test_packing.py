@@ -64,6 +64,24 @@ def test_boundaries_are_in_positions_and_labels() -> None:
     assert batch["labels"].tolist() == [[-100, 5, 6, -100, 8], [-100, 1, -100, -100, -100]]
 
 
+def test_incomplete_batch_of_rows_is_left_out_on_request() -> None:
+    lengths = torch.full((7,), 5)  # seven rows of one document
+    assert [len(batch) for batch in PackedBatches(lengths, 8, 3).batches(0)] == [3, 3, 1]
+    dropping = PackedBatches(lengths, 8, 3, drop_last=True)
+    assert [len(batch) for batch in dropping.batches(0)] == [3, 3]
+    assert len(dropping) == 2
+
+
+def test_sampler_steps_back_to_the_last_batch_that_an_epoch_uses() -> None:
+    batches = PackedBatches(torch.full((7,), 5), 8, 1)
+    batches.batches_used = 4  # limit_train_batches=4
+    batches.go_to(2, 0)
+    batches.step_back()
+    assert (batches.epoch, batches.start) == (1, 3)
+    batches.step_back()
+    assert (batches.epoch, batches.start) == (1, 2)
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_each_epoch_has_every_document_in_other_rows(drop_last: bool) -> None:
     batches = PackedBatches(torch.tensor(LENGTHS * 5), 13, 3, drop_last)

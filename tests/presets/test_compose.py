@@ -377,3 +377,12 @@ def test_unusable_file_of_the_user_is_left_out_of_all_presets(
 def test_override_that_does_not_apply_to_all_presets_is_refused() -> None:
     with pytest.raises(PresetError, match="precison"):
         compose_all(["precison=bf16-mixed"])
+
+
+@pytest.mark.parametrize(
+    "order", [["gradient_release", "accumulation_schedule"], ["accumulation_schedule", "gradient_release"]]
+)
+def test_reader_of_gradients_is_refused_beside_their_release_in_either_order(order: list[str]) -> None:
+    weighted = "callback.accumulation_schedule.weight_by=tokens"
+    with pytest.raises(ConflictError, match=mentions(*order, "gradients")):
+        compose("baseline", [f"+callback=[{','.join(order)}]", weighted])

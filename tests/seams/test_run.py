@@ -130,3 +130,16 @@ def test_checkpoint_that_keeps_an_inner_one_from_loading_is_refused(
     trainer = make_trainer(home, callbacks=[LoadsToo(Phase.OBSERVE, True), Loads(Phase.BATCHES, False)], max_epochs=2)
     with pytest.raises(ConflictError, match=mentions("Loads.load_states", "LoadsToo", "call proceed")):
         trainer.fit(regression(home), loader(1), ckpt_path=tmp_path / "one.ckpt", weights_only=True)
+
+
+def test_module_is_transformed_once_in_a_run(home: ModuleType, make_trainer: Make) -> None:
+    transformed: list[Any] = []
+
+    def transform(ctx: Any) -> None:
+        transformed.append(ctx.module)
+        if len(transformed) == 1:
+            ctx.transform()  # as when an engine sets up the module again
+
+    trainer = make_trainer(home, callbacks=[named("Counts", Phase.REWRITE, transform=transform)])
+    trainer.fit(regression(home), loader(2))
+    assert len(transformed) == 1

@@ -133,6 +133,16 @@ def short(by: Any = "length", **options: Any) -> Curriculum:
 # --- acted: items ---
 
 
+def test_share_grows_with_the_optimizer_steps_of_an_epoch() -> None:
+    pace = Pace(0.25, 10)
+    batches = CurriculumBatches(torch.arange(40), 4, pace, batches_per_step=3)
+    list(batches.batches(0))
+    assert batches.shares == [pace.share(index // 3) for index in range(10)]
+    assert len(set(batches.shares)) == 4
+    list(batches.batches(1))
+    assert batches.shares[0] == pace.share(4)  # ten batches are four steps
+
+
 @pytest.mark.parametrize("schedule", ["linear", "root"])
 def test_batches_hold_the_easiest_items_alone(make_trainer: Make, schedule: Any) -> None:
     data, seen = texts(), Seen()

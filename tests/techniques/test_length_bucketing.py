@@ -321,6 +321,20 @@ def test_the_state_is_plain_and_of_these_batches() -> None:
         other.load_state_dict({"epoch": 1})
 
 
+def test_batch_with_the_longest_item_comes_first_in_every_epoch() -> None:
+    lengths = log_normal(64)
+    longest = int(lengths.argmax())
+    for seed in range(3):
+        batches = LengthBatches(lengths, batch_size=4, seed=seed)
+        for epoch in range(4):
+            assert longest in batches.batches(epoch)[0]
+
+
+def test_items_of_a_bucket_are_mixed_anew_in_each_epoch() -> None:
+    batches = LengthBatches(torch.arange(1000, 1012), batch_size=4)  # within 3 %: one bucket
+    assert len({frozenset(map(frozenset, batches.batches(epoch))) for epoch in range(5)}) > 1
+
+
 def test_two_seeds_have_two_orders() -> None:
     lengths = log_normal(40)
     assert LengthBatches(lengths, 4, seed=0).batches(1) != LengthBatches(lengths, 4, seed=1).batches(0)
