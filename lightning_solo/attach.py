@@ -14,7 +14,6 @@ from lightning_solo.cards.configuration import Chosen
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.compose import Preset, compose, compose_yaml
 from lightning_solo.presets.files import descriptions, preset_files
-from lightning_solo.presets.overrides import parse_overrides
 from lightning_solo.requirements import check_machine
 
 
@@ -112,7 +111,7 @@ def show(preset: str | Sequence[str], overrides: Sequence[str] = ()) -> str:
     Raises:
         PresetError: unknown preset or override.
     """
-    fields = compose_yaml(preset, parse_overrides(overrides))
+    fields = compose_yaml(preset, overrides)
     composed = {key: value for key, value in fields.items() if value not in (None, {})}
     heads = "".join(f"# {line}\n" for line in descriptions(preset))
     return f"{heads}{OmegaConf.to_yaml(OmegaConf.create(composed))}"

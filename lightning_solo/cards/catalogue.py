@@ -21,7 +21,7 @@ from lightning_solo.cards.card import RESOURCES, Card, Requirement, Rung
 from lightning_solo.cards.configuration import Chosen
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings
-from lightning_solo.errors import ConflictError, PresetError, unknown_name
+from lightning_solo.errors import ConflictError, PresetError
 
 GROUP = "lightning_solo.techniques"
 """Entry point group for the cards of other packages: ``name = "package.module:CARD"``."""
@@ -93,18 +93,6 @@ def catalogue() -> Catalogue:
     for point_text, reason in broken.items():
         warnings.warn(f"the technique of entry point {point_text!r} is left out: {reason}", stacklevel=2)
     return Catalogue(cards, tuple(folders), MappingProxyType(broken))
-
-
-def card_of(group: str, name: object, option: str) -> Card:
-    """Return the card of a name in a group.
-
-    Raises:
-        PresetError: an unknown name; the message starts with ``option``, the path of the name.
-    """
-    card = catalogue().cards.get(name) if isinstance(name, str) else None
-    if card is None or card.group != group:
-        raise PresetError(unknown_name(option, name, group, catalogue().group(group)))
-    return card
 
 
 def chosen_of(technique: object) -> Chosen | None:

@@ -34,9 +34,10 @@ from lightning_solo.presets.compose import (
     hydra_of_our_own,
     to_plain,
 )
+from lightning_solo.presets.config_source import FIELDS
 from lightning_solo.presets.files import check_choice, check_file, conf_folder, preset_files, user_conf_folder
 from lightning_solo.presets.overrides import marks_of, parse_override, refuse_twice
-from lightning_solo.presets.parse import FIELDS, PRECISIONS, check_object, parse_configuration, unknown_field
+from lightning_solo.presets.parse import PRECISIONS, check_object, parse_configuration, unknown_field
 from lightning_solo.presets.registry import target_of
 from lightning_solo.presets.signature import parameters
 from lightning_solo.sweeps.jobs import check_most, count_jobs

@@ -5,8 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.errors import PresetError
-from lightning_solo.presets.registry import leaves
-from lightning_solo.presets.targets import is_allowed, targets
+from lightning_solo.presets.targets import is_allowed, leaves, targets
 
 LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "colorlog.ColoredFormatter")
 

@@ -14,7 +14,6 @@ from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.compose import compose, compose_yaml
 from lightning_solo.presets.files import names_in, preset_files
-from lightning_solo.presets.overrides import parse_overrides
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -38,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def technique(card: Card, overrides: Sequence[str]) -> str:
     """Return a technique's settings in YAML, after comments with its savings and the override that adds it."""
-    node = compose_yaml("baseline", parse_overrides([f"+{card.group}={card.name}", *overrides]))[card.group]
+    node = compose_yaml("baseline", [f"+{card.group}={card.name}", *overrides])[card.group]
     saves = card.saves.replace("``", "")  # marks for the documentation
     head = f"# Saves {saves}.\n# A technique: +solo/{card.group}={card.name} adds it to a preset.\n"
     return f"{head}{OmegaConf.to_yaml(OmegaConf.create({card.group: node}))}"

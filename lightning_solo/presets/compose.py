@@ -24,10 +24,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import ConflictError, PresetError, SoloError
+from lightning_solo.presets.config_source import UNSET, PresetSchema
 from lightning_solo.presets.files import check_file, conf_folder, preset_files, user_conf_folder, written_fields
 from lightning_solo.presets.overrides import apply_override, is_choice, marks_of, parse_overrides
-from lightning_solo.presets.parse import UNSET, PresetSchema, parse_configuration
-from lightning_solo.presets.registry import leaves
+from lightning_solo.presets.parse import parse_configuration
+from lightning_solo.presets.targets import leaves
 
 # Hydra 1.3 warns if it is missing, 1.4 if it is passed
 VERSION_BASE: dict[str, str] = {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}
@@ -53,7 +54,7 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
         PresetError: unknown preset, field, argument or target; a value of a wrong type.
         ConflictError: two choices that cannot be combined.
     """
-    composed = compose_yaml(preset, parse_overrides(overrides))
+    composed = compose_yaml(preset, overrides)
     try:
         return replace(parse_configuration(composed, allow), preset=name_of(preset))
     except ConflictError as error:
@@ -68,7 +69,7 @@ def _composes(names: Sequence[str], overrides: Sequence[str], allow: Sequence[st
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            parse_configuration(compose_yaml(names, parse_overrides(overrides)), allow)
+            parse_configuration(compose_yaml(names, overrides), allow)
     except SoloError:
         return False
     return True
@@ -116,7 +117,7 @@ def compose_all(overrides: Sequence[str] = (), *, allow: Sequence[str] = ()) -> 
     return configs
 
 
-def compose_yaml(preset: Preset, overrides: Sequence[Override] = ()) -> dict[str, Any]:
+def compose_yaml(preset: Preset, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return the fields of a preset with overrides as plain containers; `parse_configuration` checks them.
 
     Hydra composes files and chosen techniques; the other overrides are applied to the result.
@@ -124,8 +125,9 @@ def compose_yaml(preset: Preset, overrides: Sequence[Override] = ()) -> dict[str
     Raises:
         PresetError: unknown preset, ill-formed file, inapplicable override.
     """
-    choices = [_with_prefix(override) for override in overrides if is_choice(override)]
-    values = [override for override in overrides if not is_choice(override)]
+    parsed = parse_overrides(overrides)
+    choices = [_with_prefix(override) for override in parsed if is_choice(override)]
+    values = [override for override in parsed if not is_choice(override)]
     if isinstance(preset, Mapping):
         fields: Any = OmegaConf.create(to_plain(preset))
         if choices:
@@ -133,7 +135,7 @@ def compose_yaml(preset: Preset, overrides: Sequence[Override] = ()) -> dict[str
     elif isinstance(preset, (str, Sequence)):
         names = [preset] if isinstance(preset, str) else list(preset)
         if not isinstance(preset, str):
-            check_combination(names, [override.key_or_group for override in overrides])
+            check_combination(names, [override.key_or_group for override in parsed])
         files = {name: check_file(name) for name in names}
         fields = _hydra([f"+solo=[{','.join(names)}]", *choices], f"preset {preset!r}").solo
         for name, file in files.items():

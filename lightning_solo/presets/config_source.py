@@ -5,12 +5,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, fields
+from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf reads these annotations
+
 from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from lightning_solo.cards.catalogue import catalogue
-from lightning_solo.presets.parse import PresetSchema
+
+
+@dataclass
+class PresetSchema:
+    """The fields of a preset for Hydra's composition.
+
+    A field that a preset doesn't set is `MISSING`, not None: in a list of presets it keeps an earlier preset's value.
+    """
+
+    precision: Optional[str] = MISSING  # noqa: UP045
+    accumulate_grad_batches: Optional[int] = MISSING  # noqa: UP045
+    strategy: Optional[Dict[str, Any]] = field(default_factory=dict)  # noqa: UP006, UP045
+    callback: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
+    auto: Optional[Dict[str, Any]] = field(default_factory=dict)  # noqa: UP006, UP045
+
+
+FIELDS = tuple(f.name for f in fields(PresetSchema))
+UNSET = ("precision", "accumulate_grad_batches")
+"""Fields that are `MISSING` until a preset sets them."""
 
 GROUPS = ("", "solo", "solo/callback", "solo/schema", "solo/strategy")
 

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.errors import PresetError, nearest, unknown_name
 from lightning_solo.presets.old_spellings import refusal, refuse_old_preset
-from lightning_solo.presets.registry import leaves
+from lightning_solo.presets.targets import leaves
 
 
 def conf_folder() -> Path:

@@ -14,10 +14,10 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_solo.cards.catalogue import card_of
 from lightning_solo.errors import PresetError, nearest
+from lightning_solo.presets.config_source import FIELDS
 from lightning_solo.presets.files import check_choice
-from lightning_solo.presets.parse import FIELDS, unknown_field
+from lightning_solo.presets.parse import card_of, unknown_field
 
 GROUPS = ("callback", "strategy")
 MISSING: Any = object()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf reads these annotations
-
-from omegaconf import MISSING
+from dataclasses import fields
+from typing import Any
 
 from lightning_solo.cards.arguments import accepts, check_arguments
-from lightning_solo.cards.catalogue import card_of, catalogue
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.cards.configuration import AutoSettings, Chosen, Configuration, Target
-from lightning_solo.errors import PresetError, nearest
+from lightning_solo.errors import PresetError, nearest, unknown_name
 from lightning_solo.presets import old_spellings
+from lightning_solo.presets.config_source import FIELDS
 from lightning_solo.presets.devices import budget_bytes, budget_on, device
 from lightning_solo.presets.registry import target_of
 from lightning_solo.presets.signature import parameters
@@ -33,25 +33,6 @@ PRECISIONS = {
     "transformer-engine-float16": "transformer-engine-float16",
 }
 """Name of a precision that Lightning accepts -> its long form."""
-
-
-@dataclass
-class PresetSchema:
-    """The fields of a preset for Hydra's composition.
-
-    A field that a preset doesn't set is `MISSING`, not None: in a list of presets it keeps an earlier preset's value.
-    """
-
-    precision: Optional[str] = MISSING  # noqa: UP045
-    accumulate_grad_batches: Optional[int] = MISSING  # noqa: UP045
-    strategy: Optional[Dict[str, Any]] = field(default_factory=dict)  # noqa: UP006, UP045
-    callback: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
-    auto: Optional[Dict[str, Any]] = field(default_factory=dict)  # noqa: UP006, UP045
-
-
-FIELDS = tuple(f.name for f in fields(PresetSchema))
-UNSET = ("precision", "accumulate_grad_batches")
-"""Fields that are `MISSING` until a preset sets them."""
 
 
 def parse_configuration(given: Mapping[str, Any], allow: Sequence[str] = ()) -> Configuration:
@@ -105,7 +86,19 @@ def _part(node: object, option: str, allow: Sequence[str]) -> Chosen | Target:
     name = node.get("name", key)
     card = card_of(kind, name, option if name == key else f"{option}.name")
     values = {str(key): value for key, value in node.items() if key != "name"}
-    return Chosen(card, card.check(values, option), option)
+    return Chosen(card, card.settings.parse(values, option), option)
+
+
+def card_of(group: str, name: object, option: str) -> Card:
+    """Return the card of a name in a group.
+
+    Raises:
+        PresetError: an unknown name; the message starts with ``option``, the path of the name.
+    """
+    card = catalogue().cards.get(name) if isinstance(name, str) else None
+    if card is None or card.group != group:
+        raise PresetError(unknown_name(option, name, group, catalogue().group(group)))
+    return card
 
 
 def check_node(node: object, option: str, allow: Sequence[str]) -> Mapping[str, Any]:

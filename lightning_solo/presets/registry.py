@@ -6,9 +6,6 @@ A node of a configuration becomes an object by the ``name`` of a technique or of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
 from lightning_solo.errors import PresetError, unknown_name
 
 NAMES: dict[str, dict[str, str]] = {
@@ -29,19 +26,3 @@ def target_of(kind: str, name: object, option: str) -> str:
     if not isinstance(name, str) or name not in names:
         raise PresetError(unknown_name(option, name, kind, names))
     return names[name]
-
-
-def leaves(node: Any, path: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of each value in a plain configuration; with ``of_lists=False`` a list is one value.
-
-    >>> list(leaves({"a": {"b": [1, 2]}})), list(leaves({"a": {"b": [1, 2]}}, of_lists=False))
-    ([('a.b[0]', 1), ('a.b[1]', 2)], [('a.b', [1, 2])])
-    """
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from leaves(value, f"{path}.{key}" if path else str(key), of_lists=of_lists)
-    elif isinstance(node, list) and of_lists:
-        for index, value in enumerate(node):
-            yield from leaves(value, f"{path}[{index}]")
-    else:
-        yield path, node

@@ -1,4 +1,4 @@
-"""Check whether nodes with a ``_target_`` are allowed, and create their objects."""
+"""Values and targets in a plain configuration: which ``_target_`` is allowed, and the objects of those that are."""
 
 from __future__ import annotations
 
@@ -21,6 +21,22 @@ def is_allowed(path: str, allow: Sequence[str]) -> bool:
     (True, False)
     """
     return any(path == prefix or path.startswith(prefix + ".") for prefix in allow)
+
+
+def leaves(node: Any, path: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) of each value in a plain configuration; with ``of_lists=False`` a list is one value.
+
+    >>> list(leaves({"a": {"b": [1, 2]}})), list(leaves({"a": {"b": [1, 2]}}, of_lists=False))
+    ([('a.b[0]', 1), ('a.b[1]', 2)], [('a.b', [1, 2])])
+    """
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key), of_lists=of_lists)
+    elif isinstance(node, list) and of_lists:
+        for index, value in enumerate(node):
+            yield from leaves(value, f"{path}[{index}]")
+    else:
+        yield path, node
 
 
 def targets(node: Any, option: str) -> Iterator[tuple[str, object]]:

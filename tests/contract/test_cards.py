@@ -16,7 +16,6 @@ from lightning_solo.cards.card import RESOURCES, Card, resources
 from lightning_solo.cards.catalogue import built_in_cards, load_class, problems
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.presets.compose import compose_yaml
-from lightning_solo.presets.overrides import parse_overrides
 
 ROOT = Path(__file__).parents[2]
 CARDS = list(built_in_cards().values())
@@ -64,7 +63,7 @@ def test_the_class_takes_the_settings(card: Card) -> None:
 @every_card
 def test_hydra_composes_its_defaults(card: Card) -> None:
     choice = f"+strategy={card.name}" if card.group == "strategy" else f"+callback={card.name}"
-    composed = compose_yaml({"precision": "32-true"}, parse_overrides([choice]))
+    composed = compose_yaml({"precision": "32-true"}, [choice])
     node = composed["strategy"] if card.group == "strategy" else composed["callback"][card.name]
     named = {"name": card.name} if card.group == "strategy" else {}
     assert node == {**named, **plain(card.defaults)}

@@ -19,8 +19,9 @@ import lightning_solo as solo
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.presets.compose import VERSION_BASE, compose, compose_all, compose_yaml
+from lightning_solo.presets.config_source import FIELDS
 from lightning_solo.presets.files import describe, preset_files
-from lightning_solo.presets.parse import FIELDS, PRECISIONS
+from lightning_solo.presets.parse import PRECISIONS
 from tests.messages import lines_with, mentions, nearest
 
 PRESETS = tuple(sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "library" / "solo").glob("*.yaml")))
