@@ -81,6 +81,23 @@ def callbacks_table(result: dict[str, Any]) -> str:
     return table(["callback", "dearest hook, mean", "slowest call (it logs)", "of a 10 ms step"], rows) + note
 
 
+def preset_overhead_table(result: dict[str, Any]) -> str:
+    """Return the CPU time that presets add to a step of a small module."""
+    rows = []
+    for name, found in result["presets"].items():
+        low, high = found["quartiles_ms"]
+        preset, _, rest = name.partition(", ")
+        figures = [f"{found[key]:.2f} ms" for key in ("plain_ms", "more_ms")]
+        rows.append([f"`{preset}`" + (f", {rest}" if rest else ""), *figures, f"{low:.2f} to {high:.2f} ms"])
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    note = (
+        f"\n{result['hardware']['cores']} shared cores ({result['hardware']['cpu']}); {versions}; CPU time of a batch"
+        f" in one thread, median of {result['runs']} pairs of fits of {result['steps']} steps. Command:"
+        f" `{result['command']}`\n"
+    )
+    return table(["preset", "plain", "added", "quartiles"], rows) + note
+
+
 def import_table(result: dict[str, Any]) -> str:
     """Return the seconds of each import."""
     rows = [[f"`{name}`", f"{seconds:.3f} s"] for name, seconds in result["seconds"].items()]
@@ -673,6 +690,7 @@ TABLES = {
     "ladder_cpu.json": ladder_table,
     "ladder_gpu.json": ladder_table,
     "callbacks_cpu.json": callbacks_table,
+    "presets_cpu.json": preset_overhead_table,
     "import_cpu.json": import_table,
     "zero_offload_cpu.json": zero_offload_table,
     "zero_host_cpu.json": zero_host_table,

@@ -19,7 +19,7 @@ from lightning_solo.errors import PresetError
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.optim.kernels import Scalars
-from lightning_solo.optim.random_numbers import seed_of, uniform
+from lightning_solo.optim.random_numbers import uniform
 from lightning_solo.optim.split_weights import bits_of, join, round_stochastically, split
 
 CHUNK = {"cpu": 2**18, "cuda": 2**24}
@@ -59,13 +59,8 @@ class Hyperparameters:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise PresetError(f"{name}: betas={self.betas}: write two numbers from 0 up to, not including, 1")
 
-    def scalars(self, step: int, index: int) -> Scalars:
-        """Return the numbers of a parameter's step.
-
-        Args:
-            step: number of the parameter's step, from 1 on.
-            index: number of the parameter in its optimizer; random numbers depend on it and on the step.
-        """
+    def scalars(self, step: int) -> Scalars:
+        """Return the coefficients of a step, counted from 1, without the seeds of a parameter."""
         beta1, beta2 = self.betas
         return Scalars(
             shrink=1 - self.lr * self.weight_decay if self.decoupled_weight_decay else 1.0,
@@ -76,8 +71,6 @@ class Hyperparameters:
             correction2=(1 - beta2**step) ** 0.5,
             eps=self.eps,
             rate=self.lr / (1 - beta1**step),
-            seed=seed_of(step, index),
-            seed_of_weights=seed_of(step, index, purpose=1),
         )
 
 

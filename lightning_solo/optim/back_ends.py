@@ -22,7 +22,6 @@ Each library steps each parameter by itself, so `StepInBackward` is exact.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -39,14 +38,13 @@ from lightning_solo.optim.library_optimizers import optimizer_class
 from lightning_solo.optim.operator_kernels import can_compile
 from lightning_solo.optim.param_groups import name_in, parameters_of
 from lightning_solo.optim.replacement import replace_optimizer
-from lightning_solo.optim.torch_optimizers import step_alone
 from lightning_solo.units import format_bytes
 
 
 def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end: str) -> Optimizer:
     """Return a library's optimizer that shares the groups of a user's AdamW or Adam; schedulers then act on it.
 
-    It has the method ``step_one(parameter, gradient, scale)`` for `StepInBackward`, and the attribute ``back_end``.
+    It has the attribute ``back_end``, by which `StepInBackward` knows it.
 
     Args:
         optimizer: torch's AdamW or Adam, before its first step.
@@ -86,7 +84,6 @@ def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end:
         **({"bf16_stochastic_round": True} if back_end.startswith("torchao") else {}),
     )
     vars(replacement)["back_end"] = back_end
-    vars(replacement)["step_one"] = functools.partial(step_alone, replacement)
     replace_optimizer(optimizer, replacement, schedulers)
     return replacement
 

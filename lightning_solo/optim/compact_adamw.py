@@ -28,9 +28,9 @@ from lightning_solo.optim.adamw_states import bytes_of, correction_of, new_state
 from lightning_solo.optim.adamw_update import Hyperparameters
 from lightning_solo.optim.device_steps import DeviceSteps, launches
 from lightning_solo.optim.gradient_checks import not_finite, require_dense
-from lightning_solo.optim.kernels import Control, Kernels, Piece
+from lightning_solo.optim.kernels import Control, Kernels, Piece, Scalars
 from lightning_solo.optim.memory_order import in_memory_order
-from lightning_solo.optim.operator_kernels import greatest
+from lightning_solo.optim.operator_kernels import all_finite
 from lightning_solo.optim.param_groups import load_groups, name_in, with_hooks
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.optim.staging import Staging
@@ -131,9 +131,9 @@ class CompactAdamW(SplitOptimizer):
         full = [grad for _, grad in pairs if grad.numel()]
         if not full:
             return loss
-        worst = torch.stack([each.float() for each in greatest(full)]).amax()
-        self.step_many(pairs, self.control(torch.where(worst.isfinite(), 1.0, torch.nan).float()))
-        if bool(worst.isfinite().logical_not()):  # the first time that the host waits for the device
+        finite = all_finite(full)
+        self.step_many(pairs, self.control(torch.where(finite, 1.0, torch.nan).float()))
+        if bool(finite.logical_not()):  # the first time that the host waits for the device
             self.uncount(p for p, _ in pairs)
             first = next(p for p, grad in pairs if not bool(grad.isfinite().all()))
             raise not_finite(self, first)
@@ -161,11 +161,12 @@ class CompactAdamW(SplitOptimizer):
         """
         groups: dict[Any, list[Piece]] = {}  # of pieces that may share a launch
         counted: list[Tensor] = []  # parameters whose step isn't launched yet
+        scalars: dict[tuple[int, int], Scalars] = {}  # of groups at a step
         try:
             for p, grad in pairs:
                 if not p.numel():
                     continue
-                piece, on_host = self._piece(p, grad)
+                piece, on_host = self._piece(p, grad, scalars)
                 counted.append(p)
                 if on_host and not self.kernels.reads_host(piece):
                     self._steps.step_staged(piece, on_host, control, self.staging)
@@ -183,17 +184,19 @@ class CompactAdamW(SplitOptimizer):
             self.uncount(counted)
             raise
 
-    def _piece(self, p: Tensor, grad: Tensor) -> tuple[Piece, list[str]]:
+    def _piece(self, p: Tensor, grad: Tensor, scalars: dict[tuple[int, int], Scalars]) -> tuple[Piece, list[str]]:
         """Count a parameter's step; return the whole parameter as a piece, and the names of its host tensors."""
         state, number = self._state_of(p), self._numbers[p]
-        state["step"].add_(1)
-        scalars = Hyperparameters.of_group(self._group_of(p)).scalars(int(state["step"].item()), number)
+        step = int(state["step"].add_(1).item())
+        key = self._group_number(p), step
+        if key not in scalars:
+            scalars[key] = Hyperparameters.of_group(self.param_groups[key[0]]).scalars(step)
         weight = p.detach()
         flat_grad = grad.contiguous() if grad.dim() == 1 else in_memory_order(grad, weight)
         tensors = {"weight": in_memory_order(weight), "grad": flat_grad}
         tensors |= {name: value for name, value in state.items() if name != "step"}
         on_host = [*self.host_states.get(p, ()), *(["grad"] if grad.device != p.device else [])]
-        return Piece(tensors, scalars, index=number), on_host
+        return Piece(tensors, scalars[key].seeded(step, number), index=number), on_host
 
     def control(self, scale: Tensor | None = None, bound: float = math.inf) -> Control:
         """Return the values that steps on the device share; see `DeviceSteps.control`."""

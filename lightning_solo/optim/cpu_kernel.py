@@ -104,7 +104,7 @@ def _step(function: Callable[..., None], piece: Piece, control: Control) -> None
         master = _STOCHASTIC
     else:
         master = _BITS24 if correction.dtype == torch.int8 else _BITS32
-    numbers = {**vars(piece.scalars), "scale": control.scale_on_host, "bound": control.bound}
+    numbers = {**piece.scalars._asdict(), "scale": control.scale_on_host, "bound": control.bound}
     step = _Step(
         *(tensors[name].data_ptr() if name in tensors else None for name in _POINTERS),
         *(weight.numel(), torch.get_num_threads(), numbers["seed"], numbers["seed_of_weights"]),

@@ -48,6 +48,7 @@ class TritonKernels:
     """
 
     grouped_below = 2**20  # a launch takes as long as stepping as many elements: 3 to 5 microseconds
+    grouped_bytes = 2**25
     piece = 2**23  # few enough that many are in transit, enough that the time of a launch is negligible
     folds = True
 

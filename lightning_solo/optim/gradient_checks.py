@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import GradientError
-from lightning_solo.optim.operator_kernels import greatest
+from lightning_solo.optim.operator_kernels import all_finite
 from lightning_solo.optim.param_groups import name_in
 
 
@@ -35,7 +34,7 @@ def require_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tenso
     pairs = list(gradients)
     require_dense(optimizer, pairs)
     full = [g for _, g in pairs if g.numel()]
-    if not full or bool(torch.stack([value.float() for value in greatest(full)]).isfinite().all()):
+    if not full or bool(all_finite(full)):
         return
     first = next(p for p, g in pairs if not bool(g.isfinite().all()))
     raise not_finite(optimizer, first)

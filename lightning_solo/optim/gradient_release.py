@@ -1,8 +1,9 @@
-"""Use and free gradients one by one in backward, as soon as each is complete.
+"""Use and free gradients in backward, as soon as each is complete.
 
 Without accumulation and clipping by norm a parameter is stepped in backward, and at most a few gradients exist at a
-time. With either of them an exact step needs all micro-batches or the norm. Then gradients are kept until the end of
-the window (`GradientSums`), on the device or in pinned memory of the host:
+time; small ones wait for one another, up to `Kernels.grouped_bytes`. With either of them an exact step needs all
+micro-batches or the norm. Then gradients are kept until the end of the window (`GradientSums`), on the device or in
+pinned memory of the host:
 
 ```
                           kept, per parameter
@@ -35,6 +36,7 @@ from lightning_solo.optim.gradient_checks import not_finite, require_dense
 from lightning_solo.optim.gradient_sums import GradientSums
 from lightning_solo.optim.immediate_steps import ImmediateSteps, clamped
 from lightning_solo.optim.kernels import Control
+from lightning_solo.optim.memory_order import buckets
 from lightning_solo.optim.operator_kernels import greatest, norm
 from lightning_solo.optim.param_groups import name_in, parameters_of
 from lightning_solo.optim.staging import Staging
@@ -208,21 +210,22 @@ class StepInBackward:
 
     # --- in backward ---
 
-    @torch.no_grad()
     def _take(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         parameter.grad = None
         if gradient is None:
             return
-        require_dense(self.optimizer, [(parameter, gradient)])
+        if gradient.is_sparse:
+            require_dense(self.optimizer, [(parameter, gradient)])
         if not self.immediate:
             self._keep(parameter, gradient)
         elif parameter in self._immediate:
             raise self._second_gradient(parameter, ", and has been stepped with the first")
         else:
             if self.observe is not None:
-                before, after = (norm(gradient, bound).float().view(1) for bound in (math.inf, self._bound))
-                self.observe([parameter], before, after)
+                with torch.no_grad():
+                    before, after = (norm(gradient, bound).float().view(1) for bound in (math.inf, self._bound))
+                    self.observe([parameter], before, after)
             self._immediate.step(parameter, gradient, self._bound)
 
     def _control(self, scale: Tensor | None = None) -> Control:
@@ -250,6 +253,7 @@ class StepInBackward:
             " release.step() after each window, and write accumulation=2 for several backward calls in one"
         )
 
+    @torch.no_grad()
     def _keep(self, parameter: Tensor, gradient: Tensor) -> None:
         if parameter in self._sums:
             if self.accumulation == 1:
@@ -301,10 +305,12 @@ class StepInBackward:
             factor = float(scale)  # the one wait for the device
             if math.isnan(factor):
                 self._refuse(kept)
-            for p in kept:
-                gradient = self._sums.on_device(p)
-                self._sums.pop(p)
-                self._immediate.step_one(p, clamped(gradient, self._bound), factor)
+            small = self._immediate.kernels_of(kept[0].device).grouped_below
+            for bucket in buckets(kept, small, Tensor.numel):
+                pairs = [(p, clamped(self._sums.on_device(p), self._bound)) for p in bucket]
+                for p in bucket:
+                    self._sums.pop(p)
+                self._immediate.step_pairs(pairs, factor)
             return total
         self._compact.step_many([(p, self._sums[p]) for p in kept], self._control(scale.float()))
         if bool(total.isfinite().logical_not()):  # the first time that the host waits for the device

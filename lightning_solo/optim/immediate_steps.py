@@ -1,4 +1,4 @@
-"""Step single parameters in backward, and record whether their gradients were finite."""
+"""Step parameters in backward, small ones together, and record whether their gradients were finite."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_solo.optim import kernels
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.gradient_checks import not_finite
-from lightning_solo.optim.operator_kernels import greatest
-from lightning_solo.optim.torch_optimizers import stepper
-
-WAITING_BYTES = 2**25
-"""Bytes of small gradients that wait in backward for a common launch."""
+from lightning_solo.optim.kernels import Kernels
+from lightning_solo.optim.operator_kernels import all_finite, greatest
+from lightning_solo.optim.torch_optimizers import Pairs, stepper
 
 
 class ImmediateSteps:
-    """The parameters that have been stepped in this window, one by one.
+    """The parameters that have been stepped in this window: large ones at once, small ones together.
 
     Args:
         optimizer: a `CompactAdamW`, or a torch optimizer that steps each parameter by itself.
@@ -28,9 +27,10 @@ class ImmediateSteps:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.step_one = stepper(optimizer)
+        self.step_pairs = stepper(optimizer)
         self._optimizer = optimizer
         self._compact = optimizer if isinstance(optimizer, CompactAdamW) else None
+        self._kernels: dict[torch.device, Kernels] = {}
         self._stepped: dict[Tensor, Tensor | None] = {}  # with the largest magnitude of the gradient, if it is measured
         self._waiting: list[tuple[Tensor, Tensor]] = []  # small ones, to be stepped together
         self._waiting_bytes = 0  # of their gradients
@@ -39,34 +39,20 @@ class ImmediateSteps:
         return parameter in self._stepped
 
     def step(self, parameter: Tensor, gradient: Tensor, bound: float) -> None:
-        """Step a parameter with its gradient clamped to a bound, or queue it for a launch with others.
+        """Step a parameter with its gradient clamped to a bound, or queue it for a step with others.
 
         Raises:
-            GradientError: the gradient is infinite or NaN, if that is known without waiting for a device.
+            GradientError: a gradient is infinite or NaN, if that is known without waiting for a device.
         """
         self._stepped[parameter] = None
-        compact = self._compact
-        if compact is not None and compact.kernels.folds:  # a step notes by itself what wasn't finite
-            if gradient.numel() >= compact.kernels.grouped_below:
-                compact.step_many([(parameter, gradient)], compact.control(bound=bound))
-                return
-            self._waiting.append((parameter, gradient))
-            self._waiting_bytes += gradient.nbytes
-            if self._waiting_bytes > WAITING_BYTES:
-                self._step_waiting(compact, bound)
+        here = self.kernels_of(gradient.device)
+        if gradient.numel() >= here.grouped_below:
+            self._step([(parameter, gradient)], bound)
             return
-        if gradient.numel():
-            largest = greatest([gradient])[0].float()
-            if not largest.is_cuda and bool(largest.isfinite().logical_not()):  # False in a plan
-                before = len(self._stepped) - 1
-                self._stepped.clear()
-                touched = f"{before} parameters before it have been stepped" if before else "no weight has been touched"
-                raise not_finite(self._optimizer, parameter, touched)
-            self._stepped[parameter] = largest if largest.is_cuda else None  # on a GPU the host would wait, each time
-        if compact is not None:
-            compact.step_many([(parameter, gradient)], compact.control(bound=bound))
-        else:
-            self.step_one(parameter, clamped(gradient, bound), 1.0)
+        self._waiting.append((parameter, gradient))
+        self._waiting_bytes += gradient.nbytes
+        if self._waiting_bytes > here.grouped_bytes:
+            self._step_waiting(bound)
 
     def finish(self, bound: float) -> None:
         """End the window: step the queued parameters.
@@ -74,8 +60,7 @@ class ImmediateSteps:
         Raises:
             GradientError: a gradient was infinite or NaN.
         """
-        if self._waiting and self._compact is not None:
-            self._step_waiting(self._compact, bound)
+        self._step_waiting(bound)
         stepped, self._stepped = self._stepped, {}
         first = None
         on_device = {p: largest for p, largest in stepped.items() if largest is not None}
@@ -99,9 +84,42 @@ class ImmediateSteps:
         self._waiting.clear()
         self._waiting_bytes = 0
 
-    def _step_waiting(self, compact: CompactAdamW, bound: float) -> None:
+    def kernels_of(self, device: torch.device) -> Kernels:
+        """Return the kernels of a device; they say which gradients are small."""
+        if self._compact is not None:
+            return self._compact.kernels
+        if device not in self._kernels:
+            self._kernels[device] = kernels.kernels_on(device)
+        return self._kernels[device]
+
+    def _step_waiting(self, bound: float) -> None:
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        compact.step_many(waiting, compact.control(bound=bound))
+        if waiting:
+            self._step(waiting, bound)
+
+    @torch.no_grad()
+    def _step(self, pairs: Pairs, bound: float) -> None:
+        compact = self._compact
+        if compact is None or not compact.kernels.folds:  # else a step records by itself what wasn't finite
+            self._look_at(pairs)
+        if compact is not None:
+            compact.step_many(pairs, compact.control(bound=bound))
+        else:
+            self.step_pairs([(p, clamped(gradient, bound)) for p, gradient in pairs], None)
+
+    def _look_at(self, pairs: Pairs) -> None:
+        """Refuse gradients that aren't finite on a CPU; record the largest magnitude of others, without waiting."""
+        full = [(p, gradient) for p, gradient in pairs if gradient.numel()]
+        on_device = [pair for pair in full if pair[1].is_cuda]
+        for (p, _), largest in zip(on_device, greatest([gradient for _, gradient in on_device]), strict=True):
+            self._stepped[p] = largest.float()
+        on_host = [gradient for _, gradient in full if not gradient.is_cuda]
+        if on_host and bool(all_finite(on_host).logical_not()):  # False in a plan
+            first = next(p for p, gradient in full if not bool(gradient.isfinite().all()))
+            before = len(self._stepped) - len(pairs) - len(self._waiting)
+            self.forget()
+            touched = f"{before} parameters before it have been stepped" if before else "no weight has been touched"
+            raise not_finite(self._optimizer, first, touched)
 
 
 def clamped(gradient: Tensor, bound: float) -> Tensor:

@@ -12,19 +12,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_solo.optim.compressed_moments import BITS, BLOCK, blocks
+from lightning_solo.optim.random_numbers import seed_of
 
 PER_PARTIAL = 2**14
 """Elements of a gradient whose squares make one partial sum."""
 
 
-@dataclass(frozen=True)
-class Scalars:
+class Scalars(NamedTuple):
     """The coefficients of one parameter's step.
 
     Attributes:
@@ -48,8 +48,17 @@ class Scalars:
     correction2: float
     eps: float
     rate: float
-    seed: int
-    seed_of_weights: int
+    seed: int = 0
+    seed_of_weights: int = 0
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        """All but the seeds: what parameters of a group at the same step have in common."""
+        return self[:-2]
+
+    def seeded(self, step: int, index: int) -> Scalars:
+        """Return the scalars with the seeds of a parameter, by its step and its number in the optimizer."""
+        return self._replace(seed=seed_of(step, index), seed_of_weights=seed_of(step, index, purpose=1))
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,9 @@ class Kernels(Protocol):
     """The step of compact states and the sums of gradients, on one device."""
 
     grouped_below: int
-    """Elements below which a parameter waits for others, with which it shares a launch; 0: none."""
+    """Elements below which a parameter waits for others, to be stepped in one call with them; 0: none."""
+    grouped_bytes: int
+    """Bytes of their gradients from which they wait no longer."""
     folds: bool
     """Whether a step sets ``Control.not_finite``, and partials take no second pass over a gradient."""
 

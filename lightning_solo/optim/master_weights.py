@@ -112,7 +112,7 @@ class MasterWeights(SplitOptimizer):
     @torch.no_grad()
     def step_one(self, parameter: Tensor, gradient: Tensor, scale: float = 1.0) -> None:
         """Step one parameter with a gradient of its shape, of any floating type, times a factor."""
-        group, state = self._group_of(parameter), self._started(parameter)
+        group, state = self.param_groups[self._group_number(parameter)], self._started(parameter)
         ours = {name: state.pop(name) for name in _OURS if name in state}  # else the optimizer wouldn't start its own
         master = nn.Parameter(joined(parameter, ours.get("correction")))
         wide = gradient.to(torch.float32)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Thing = TypeVar("Thing")
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -26,6 +29,24 @@ def chunks(count: int, size: int) -> Iterator[slice]:
     """
     for first in range(0, count, size):
         yield slice(first, min(first + size, count))
+
+
+def buckets(things: Iterable[Thing], most: int, numel: Callable[[Thing], int]) -> Iterator[list[Thing]]:
+    """Yield lists of small things that have at most ``most`` elements together; one of as many or more is alone."""
+    bucket: list[Thing] = []
+    total = 0
+    for thing in things:
+        count = numel(thing)
+        if count >= most:
+            yield [thing]
+            continue
+        if total + count > most:
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(thing)
+        total += count
+    if bucket:
+        yield bucket
 
 
 def in_memory_order(tensor: Tensor, like: Tensor | None = None) -> Tensor:

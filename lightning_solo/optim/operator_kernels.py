@@ -22,6 +22,9 @@ from lightning_solo.optim.kernels import Control, Piece, Sum
 FUSED_FROM = 2**24
 """Elements of all parameters from which the seconds that torch.compile takes are worth it."""
 
+JOINED = 2**15
+"""Elements of the parameters that one step by operators takes together; torch doesn't divide them between threads."""
+
 Update = Callable[..., None]
 
 
@@ -35,7 +38,8 @@ class OperatorKernels:
         numel: elements of all parameters.
     """
 
-    grouped_below = 0
+    grouped_below = 2**16  # a call takes a CPU as long as stepping as many elements: some 50 microseconds
+    grouped_bytes = 2**20
     folds = False
 
     def __init__(self, device: torch.device, *, fused: bool | None = None, numel: int = 0) -> None:
@@ -55,10 +59,39 @@ class OperatorKernels:
         return 1
 
     def step(self, pieces: Sequence[Piece], control: Control) -> None:
-        """Step pieces one after the other; waits for the scale once for each ``control``."""
-        if not math.isnan(control.scale_on_host):
-            for piece in pieces:
+        """Step pieces one after the other, small ones together; waits for the scale once for each ``control``."""
+        if math.isnan(control.scale_on_host):
+            return
+        alike: dict[Any, list[Piece]] = {}
+        for piece in pieces:
+            if self._joins(piece):
+                alike.setdefault(piece.scalars.coefficients, []).append(piece)
+            else:
                 self._step_one(piece, control)
+        for small in alike.values():
+            for bucket in memory_order.buckets(small, JOINED, lambda piece: piece.numel):
+                self._step_joined(bucket, control) if len(bucket) > 1 else self._step_one(bucket[0], control)
+
+    def _joins(self, piece: Piece) -> bool:
+        """Return whether a piece is stepped together with others: a small one whose step draws no random numbers."""
+        if piece.numel >= JOINED or "exp_avg_scale" in piece.tensors:
+            return False
+        draws = piece.tensors["weight"].dtype != torch.float32 and "correction" not in piece.tensors
+        return not draws and (piece.numel < moments.LEAST or self._update() is update_blocks)
+
+    def _step_joined(self, pieces: Sequence[Piece], control: Control) -> None:
+        """Step copies of several pieces as one, and copy the results back."""
+        sizes = [piece.numel for piece in pieces]
+        rest = -sum(sizes) % BLOCK
+        joined = {}
+        for name, first in pieces[0].tensors.items():
+            parts = [piece.tensors[name] for piece in pieces]
+            joined[name] = torch.cat([*parts, first.new_zeros(rest)]).view(-1, BLOCK)
+        update_blocks(Blocks(**joined), pieces[0].scalars, scale=control.scale_on_host, bound=control.bound)
+        for name, rows in joined.items():
+            if name != "grad":
+                *stepped, _ = torch.split(rows.view(-1), [*sizes, rest])
+                torch._foreach_copy_([piece.tensors[name] for piece in pieces], stepped)
 
     def add(self, sums: Sequence[Sum], control: Control) -> None:
         """Add gradients, and measure the sums in a second pass."""
@@ -140,6 +173,20 @@ def greatest(gradients: Sequence[Tensor]) -> list[Tensor]:
     # on a CPU the norm takes thirty times as long; on a GPU it is one kernel for all, aminmax is one for each
     norms = iter(torch._foreach_norm(others, math.inf) if others else ())
     return [torch.stack(g.aminmax()).abs().amax() if g.device.type == "cpu" else next(norms) for g in gradients]
+
+
+def all_finite(gradients: Sequence[Tensor]) -> Tensor:
+    """Return whether all elements of non-empty gradients are finite, as a tensor; doesn't wait for a device."""
+    if gradients[0].device.type != "cpu":
+        return torch.stack([worst.float() for worst in greatest(gradients)]).isfinite().all()
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_type.setdefault(gradient.dtype, []).append(gradient)
+    worst: list[Tensor] = []
+    for alike in by_type.values():  # small ones are copied into one, since each call takes longer than its copy
+        for bucket in memory_order.buckets(alike, JOINED, Tensor.numel):
+            worst += bucket[0].aminmax() if len(bucket) == 1 else torch.cat([g.reshape(-1) for g in bucket]).aminmax()
+    return torch.stack([value.float() for value in worst]).isfinite().all()
 
 
 @functools.cache

@@ -66,12 +66,12 @@ class SplitOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:  # torch's leaves out unknown attributes
         return {**super().__getstate__(), **{name: vars(self)[name] for name in self._KEPT}}
 
-    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+    def _group_number(self, parameter: Tensor) -> int:
         sizes = tuple(len(group["params"]) for group in self.param_groups)
         if sizes != self._group_sizes:  # groups come and go, as under BaseFinetuning
             self._group_sizes = sizes
             self._group_numbers = {p: n for n, group in enumerate(self.param_groups) for p in group["params"]}
-        return self.param_groups[self._group_numbers[parameter]]
+        return self._group_numbers[parameter]
 
     def _correction_type(self, p: Tensor) -> torch.dtype | None:
         has_correction = p.dtype == torch.bfloat16 and isinstance(self.master_bits, int)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,34 +50,47 @@ def state_bytes(optimizer: Optimizer) -> int:
     return 4 * sum(_STATE_NUMBERS[kind](group, p) for group in optimizer.param_groups for p in group["params"])
 
 
-def stepper(optimizer: Optimizer) -> Callable[[Tensor, Tensor, float], None]:
-    """Return a function (parameter, gradient, factor of the gradient) that steps one parameter.
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Parameters with their gradients."""
+
+
+def stepper(optimizer: Optimizer) -> Callable[[Pairs, float | None], None]:
+    """Return a function (parameters and gradients, factor of the gradients; None: 1) that steps some parameters.
 
     Raises:
         ConflictError: the optimizer isn't known to step each parameter by itself.
     """
     step_one = getattr(optimizer, "step_one", None)
     if step_one is not None:
-        return step_one  # type: ignore[no-any-return]
+        return partial(_one_by_one, step_one)
     kind = type(optimizer)
+    if hasattr(optimizer, "back_end"):  # of `back_ends`
+        return partial(step_together, optimizer)
     if kind.__name__ not in ONE_BY_ONE or kind.__module__.split(".")[0] != "torch":
         raise ConflictError(
             f"gradient_release with {kind.__name__}: known to step each parameter by itself are CompactAdamW and"
             f" torch's {', '.join(ONE_BY_ONE)}; write ~callback.gradient_release"
         )
-    return partial(step_alone, optimizer)
+    return partial(step_together, optimizer)
 
 
-def step_alone(optimizer: Optimizer, parameter: Tensor, gradient: Tensor, scale: float = 1.0) -> None:
-    """Step one parameter by an optimizer's own ``step``, while no other parameter has a gradient."""
-    parameter.grad = (gradient * scale).to(parameter.dtype)
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # for a whole step, not for each parameter
+def _one_by_one(step_one: Callable[..., None], pairs: Pairs, scale: float | None = None) -> None:
+    for parameter, gradient in pairs:
+        step_one(parameter, gradient, 1.0 if scale is None else scale)
+
+
+def step_together(optimizer: Optimizer, pairs: Pairs, scale: float | None = None) -> None:
+    """Step some parameters by an optimizer's own ``step``, which skips parameters without a gradient."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # for a whole step, not for a part of it
     hooks = {name: getattr(optimizer, name) for name in names}
     try:
+        for parameter, gradient in pairs:
+            parameter.grad = (gradient if scale is None else gradient * scale).to(parameter.dtype)
         for name in names:
             setattr(optimizer, name, OrderedDict())
         optimizer.step()
     finally:
-        parameter.grad = None
+        for parameter, _ in pairs:
+            parameter.grad = None
         for name, hook in hooks.items():
             setattr(optimizer, name, hook)

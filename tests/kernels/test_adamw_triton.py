@@ -56,7 +56,7 @@ every_moment = pytest.mark.parametrize("moment_bits", MOMENT_BITS)
 class Counting:
     """Kernels that note their calls."""
 
-    grouped_below = piece = 0
+    grouped_below = grouped_bytes = piece = 0
     folds = True
 
     def __init__(self) -> None:
@@ -171,8 +171,8 @@ def test_many_in_one_launch_are_each_as_alone(master: str, moment_bits: int, siz
     pieces = [
         Piece(
             tensors_of(master, moment_bits, size, seed),
-            replace(
-                SCALARS, rate=0.01 * (seed + 1), seed=2**32 - 1 - seed, seed_of_weights=seed, eps=1e-6 * (seed + 1)
+            SCALARS._replace(
+                rate=0.01 * (seed + 1), seed=2**32 - 1 - seed, seed_of_weights=seed, eps=1e-6 * (seed + 1)
             ),
             first_row=1000 * seed,
             index=seed,
@@ -207,7 +207,7 @@ def test_addresses_in_the_middle_of_memory(master: str):
     ids=["adam", "far", "half", "little eps"],
 )
 def test_scalars_of_every_kind(master: str, changes: dict[str, float]):
-    scalars = replace(SCALARS, **changes)
+    scalars = SCALARS._replace(**changes)
     alone = Piece(tensors_of(master, 8, SIZES[1]), scalars)
     assert_steps_alike([alone], control_of())
     mixed = [Piece(tensors_of(master, 8, SIZES[2], seed), by) for seed, by in enumerate((SCALARS, scalars))]
@@ -227,7 +227,7 @@ def extremes(master: str, moment_bits: int) -> Piece:
         tensors["exp_avg"][128:256] *= 1e-19
         tensors["exp_avg_sq"][128:256] = 0
         tensors["weight"][128:256] = 0
-    return Piece(tensors, replace(SCALARS, eps=1e-30))
+    return Piece(tensors, SCALARS._replace(eps=1e-30))
 
 
 @every_master
@@ -435,7 +435,7 @@ def ties() -> Piece:
     tensors["exp_avg"].zero_()
     tensors["grad"].copy_(torch.where(torch.arange(2 * BLOCK) < BLOCK, 1.0, -1.0))
     exact = {"first": 0.25, "keep": 0.0, "second": 1.0, "correction2": 1.0, "eps": 0.0, "rate": 2.0**-6}
-    return Piece(tensors, replace(SCALARS, shrink=1.0, **exact))
+    return Piece(tensors, SCALARS._replace(shrink=1.0, **exact))
 
 
 def assert_equal_everywhere() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_solo.errors import CheckpointError, GradientError, PresetError
 from lightning_solo.machine import cxx_compiler, is_installed
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.optim import adamw_update, cpu_kernel
+from lightning_solo.optim import adamw_update, cpu_kernel, operator_kernels
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.compressed_moments import BLOCK, LEAST
 from lightning_solo.optim.split_weights import MASTER_BITS, STOCHASTIC, split_parameters
@@ -315,6 +315,40 @@ def test_the_size_of_chunks_changes_nothing(master_bits: int | str, moment_bits:
         found.append(contents(optimizer))
     assert equal(found[0], found[1])
     assert equal(found[0], found[2])
+
+
+@every_bits
+def test_small_parameters_stepped_together_are_those_stepped_alone(
+    master_bits: int | str, moment_bits: int, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[int] = []
+    stock = operator_kernels.update_blocks
+
+    def counted(blocks: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(len(blocks.weight))
+        stock(blocks, *args, **kwargs)
+
+    monkeypatch.setattr(operator_kernels, "update_blocks", counted)
+    found, counts = [], []
+    for most in (operator_kernels.JOINED, 300, 1):
+        monkeypatch.setattr(operator_kernels, "JOINED", most)
+        parameters = tensors(6 * SIZES)
+        groups = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.2, "betas": (0.8, 0.99)}]
+        optimizer = CompactAdamW(groups, lr=0.1, master_bits=master_bits, moment_bits=moment_bits, fused=False)
+        calls.clear()
+        for step in range(4):
+            give_gradients(parameters, step)
+            for p in parameters[:7] if step % 2 else ():  # these have taken fewer steps
+                p.grad = None
+            optimizer.step()
+        found.append(contents(optimizer))
+        counts.append(len(calls))
+    assert equal(found[0], found[2])
+    assert equal(found[1], found[2])
+    if (master_bits, moment_bits) == (24, 32):  # one for each group, in the third step one for each number of steps
+        assert counts[0] == 2 + 2 + 2 * 2 + 2
+    draws = master_bits == STOCHASTIC
+    assert (counts[0] < counts[1] < counts[2]) != draws
 
 
 # --- checkpoints ---

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_solo.errors import CheckpointError, ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import CompactAdamW, StepInBackward, adamw_update
+from lightning_solo.optim.immediate_steps import ImmediateSteps
+from lightning_solo.optim.operator_kernels import OperatorKernels
 from lightning_solo.optim.split_weights import split_parameters
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE
 from tests.messages import mentions
@@ -224,6 +226,13 @@ LAYER = WIDTH * WIDTH
 PARAMETERS = DEPTH * LAYER
 
 
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step the parameters of a small net in backward one by one, as large ones are."""
+    monkeypatch.setattr(OperatorKernels, "grouped_below", 1)
+
+
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("norm", [None, 1.0], ids=["no norm", "norm"])
 @pytest.mark.parametrize("value", [None, 0.01], ids=["no value", "value"])
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -263,6 +272,7 @@ def test_the_peak_is_a_formula(
     release.remove()
 
 
+@pytest.mark.usefixtures("large")
 def test_without_release_all_gradients_are_there_at_once():
     """What the formula above would look like if it did nothing."""
     module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(DEPTH)])
@@ -279,6 +289,28 @@ def test_without_release_all_gradients_are_there_at_once():
         module.zero_grad()
     # all 12 gradients, and all but the one that lives and its copy, which torch's optimizers get
     assert peaks[0] - peaks[1] >= 2 * LAYER * (DEPTH - 3)
+
+
+@pytest.mark.parametrize("kind", [CompactAdamW, torch.optim.SGD])
+def test_small_gradients_wait_for_one_step_up_to_a_number_of_bytes(kind: Any, monkeypatch: pytest.MonkeyPatch):
+    """Of twelve layers four are stepped together, whose gradients are the first above the bound."""
+    monkeypatch.setattr(OperatorKernels, "grouped_bytes", 7 * LAYER)  # of three and a half layers
+    together, stock = [], ImmediateSteps._step
+    monkeypatch.setattr(
+        ImmediateSteps, "_step", lambda self, pairs, bound: (together.append(len(pairs)), stock(self, pairs, bound))
+    )
+    module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(DEPTH)])
+    optimizer = kind(module.parameters(), lr=0.0)
+    release = StepInBackward(optimizer)
+    with Ledger(module, [optimizer]) as ledger:
+        for _ in range(2):  # the states exist
+            ledger.reset_peak()
+            module(torch.randn(4, WIDTH, dtype=torch.bfloat16)).square().mean().backward()
+            release.step()
+        gradients = ledger.peak().breakdown["gradients"]
+    assert together == 2 * [4, 4, 4]
+    assert 4 * 2 * LAYER <= gradients < 7 * 2 * LAYER  # and what autograd holds of the next ones
+    release.remove()
 
 
 # --- no trace ---
@@ -364,6 +396,27 @@ def test_finite_gradients_whose_norm_is_too_large():
         release.step()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("compact", [True, False])
+def test_small_gradients_are_checked_before_any_of_them_is_used(compact: bool, bad: float):
+    net = Graph().net()
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = CompactAdamW(net.named_parameters(), master_bits=32) if compact else optimizer
+    release = StepInBackward(optimizer)
+    before = [p.detach().clone() for p in net.parameters()]
+    cure = poison(net, bad)
+    net.loss(torch.ones(1, 3), False).backward()
+    name = "layers.0.weight" if compact else "parameter 0"
+    with pytest.raises(GradientError, match=mentions(name, "not finite", "no weight")):
+        release.step()
+    assert all(torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))
+    cure()
+    net.loss(torch.ones(1, 3), False).backward()  # another window
+    release.step()
+    assert all(not torch.equal(p, was) for p, was in zip(net.parameters(), before, strict=True))
+
+
+@pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("value", [None, 0.1])
 def test_in_backward_the_message_says_what_has_been_touched(value: float | None, bad: float):

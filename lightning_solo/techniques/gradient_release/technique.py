@@ -112,7 +112,7 @@ class GradientRelease(Technique, Settings):
 
     def _words(self, ctx: Run, release: StepInBackward) -> str:
         if release.immediate:
-            return "released in backward, one by one"
+            return "released in backward"
         kept, count = release.kept_bytes, sum(p.numel() for p in ctx.module.parameters() if p.requires_grad)
         each = kept / max(1, count)
         return f"{each:.2f} bytes per parameter: {format_bytes(kept)} on the {self.buffer} until the step"
