@@ -62,7 +62,21 @@ class PlanError(SoloError, RuntimeError):
 
 
 class GradientError(SoloError, RuntimeError):
-    """A gradient that no step should use; the message names the parameter and what was changed already."""
+    """A gradient that no step should use; the message names the parameter and what was changed already.
+
+    Attributes:
+        step: number of the optimizer step in its fit, from 0; None outside a fit.
+        batch_idx: index of the batch in its epoch, from 0; None outside a fit.
+    """
+
+    step: int | None = None
+    batch_idx: int | None = None
+
+    def locate(self, step: int, epoch: int, batch_idx: int) -> None:
+        """Add the place in a fit to attributes and message, once."""
+        if self.step is None:
+            self.step, self.batch_idx = step, batch_idx
+            self.args = (f"{self} (optimizer step {step}, batch {batch_idx} of epoch {epoch}, counted from 0)",)
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_solo.cards.catalogue import chosen_of
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import ConflictError, GradientError
 from lightning_solo.seams import patches
 from lightning_solo.seams.homes import home_of, part
 
@@ -27,6 +27,7 @@ class Window:
     """The micro-batches between two optimizer steps.
 
     Attributes:
+        latest: epoch and index of the latest batch.
         held: sum of the weights of this window's micro-batches that have added a gradient. Each counts once, even if
             its backward runs several times.
         weight: factor of a micro-batch's loss before backward. At 0 backward is skipped, because the mean over no
@@ -42,7 +43,7 @@ class Window:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._counted = False
-        self._latest: tuple[int, int] | None = None  # epoch and index of the latest batch
+        self.latest: tuple[int, int] | None = None
         self._warned = False
         self.held = 0.0
         self.weight = 1.0
@@ -75,7 +76,7 @@ class Window:
         """Return whether the next batch is the first of its window; earlier ones may have been None."""
         before = self.before(batch_idx)
         first = self._trainer.current_epoch, batch_idx - before
-        return before == 0 or (self._latest is not None and self._latest < first)
+        return before == 0 or (self.latest is not None and self.latest < first)
 
     def start_batch(self, batch_idx: int) -> None:
         """Begin a micro-batch, and a window with its first one."""
@@ -84,7 +85,7 @@ class Window:
             self.held = 0.0
             if not self._warned:
                 self._warned = warn_of_short_epoch(self._trainer)
-        self._latest = self._trainer.current_epoch, batch_idx
+        self.latest = self._trainer.current_epoch, batch_idx
 
     def count(self) -> None:
         """Add the weight of the current micro-batch, once."""
@@ -270,6 +271,16 @@ class Run:
             return result
 
         return self.around("backward", counted)(loss if weight == 1 else loss * weight)
+
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """Add step and batch to a GradientError that is raised in this context."""
+        try:
+            yield
+        except GradientError as error:
+            if self.window.latest is not None:
+                error.locate(int(self.trainer.global_step), *self.window.latest)
+            raise
 
     def end(self) -> None:
         """Undo the techniques' changes; a second call does nothing."""

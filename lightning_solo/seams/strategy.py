@@ -147,7 +147,8 @@ def _on_train_batch_start(run: Run, own: Own, batch: Any, batch_idx: int) -> Non
 
 def _training_step(run: Run, own: Own, *args: Any, **kwargs: Any) -> Any:
     """Run the module's training step."""
-    return run.around("training_step", own)(*args, **kwargs)
+    with run.locating():
+        return run.around("training_step", own)(*args, **kwargs)
 
 
 def _backward(run: Run, own: Own, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -157,7 +158,12 @@ def _backward(run: Run, own: Own, closure_loss: Tensor, optimizer: Any, *args: A
 
 
 def _optimizer_step(run: Run, own: Own, optimizer: Any, closure: Own, model: Any = None, **kwargs: Any) -> Any:
-    """Step an optimizer."""
+    """Step an optimizer; automatic optimization runs forward and backward in it."""
+    with run.locating():
+        return _stepped(run, own, optimizer, closure, model, **kwargs)
+
+
+def _stepped(run: Run, own: Own, optimizer: Any, closure: Own, model: Any, **kwargs: Any) -> Any:
     if not run.having("step"):
         result = own(optimizer, closure, model, **kwargs)
         run.end_step()
