@@ -46,6 +46,11 @@ def convert_checkpoint(source: Path, to: str, output: Path | None = None, *, ove
     if to not in FORMS:
         raise PresetError(f"--to {to}{nearest(to, FORMS)}there are {', '.join(FORMS)}")
     source = checkpoint_of(source)
+    if source.is_dir():
+        raise CheckpointError(
+            f"{source} is a folder of DeepSpeed's engine, of which only the weights can be written: write"
+            f" lightning-solo export {source}"
+        )
     output = output or source.with_name(f"{source.stem}-{to}.ckpt")
     refuse_existing(output, overwrite=overwrite)
     checkpoint = read(source)

@@ -14,6 +14,8 @@ import torch
 from lightning_solo.atomic_files import whole_file
 from lightning_solo.errors import CheckpointError, SoloError
 
+ENGINE_STATES = "*_model_states.pt"
+"""The file in which DeepSpeed's engine saves a module."""
 LAST = Path("checkpoints", "last.ckpt")
 """The last checkpoint in the folder of a run."""
 
@@ -32,6 +34,14 @@ class Inert:
         """Ignore the state."""
 
 
+def engine_folder(folder: Path) -> Path | None:
+    """Return the folder with the files of the latest checkpoint that DeepSpeed's engine saved; None if it has none."""
+    latest = folder / "latest"
+    tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    places = (folder, folder / Path(tag).name, folder / "checkpoint")
+    return next((each for each in places if any(each.glob(ENGINE_STATES))), None)
+
+
 def checkpoint_of(source: Path) -> Path:
     """Return the checkpoint that a path names: itself, or the last one in the folder of a run.
 
@@ -40,7 +50,7 @@ def checkpoint_of(source: Path) -> Path:
     """
     if (source / LAST).exists():
         return source / LAST
-    if source.is_file():
+    if source.is_file() or engine_folder(source) is not None:
         return source
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder; write the path of a checkpoint or of a run's folder")

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
+from lightning_solo.export.engine_folder import engine_weights
 from lightning_solo.export.formats import Request
-from lightning_solo.export.sources import checkpoint_of, read, refuse_existing, written
+from lightning_solo.export.sources import checkpoint_of, engine_folder, read, refuse_existing, written
 from lightning_solo.machine import is_installed
 from lightning_solo.optim.checkpoint_masters import RECORD, bits_of, masters_of, place
 from lightning_solo.optim.param_groups import parameters_of
@@ -50,8 +51,8 @@ def export_weights(
     weights. Tied weights stay tied. Integers and float64 are copied as they are.
 
     Args:
-        source: a LightningModule during or after its fit, any other module, the path of a checkpoint, or the folder of
-            a run, of which the last checkpoint is taken.
+        source: a LightningModule during or after its fit, any other module, the path of a checkpoint, a folder that
+            DeepSpeed's engine saved in one process, or the folder of a run, of which the last checkpoint is taken.
         dtype: "fp32", or "bf16": as the forward of ``compact`` uses them.
         output: a file to write: ``.safetensors``, or ``.pt`` by ``torch.save``. Of tied weights safetensors stores the
             first, and the names of the others in its metadata.
@@ -111,7 +112,10 @@ def _of_module(module: nn.Module) -> Source:
 
 
 def _of_file(path: Path) -> Source:
-    checkpoint = read(path := checkpoint_of(path), inert=True)
+    path = checkpoint_of(path)
+    if (folder := engine_folder(path)) is not None:
+        return Source(str(path), engine_weights(folder))
+    checkpoint = read(path, inert=True)
     weights = checkpoint.get("state_dict", checkpoint)
     if not any(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} has no weights; there are {', '.join(map(str, checkpoint)) or 'no entries'}")

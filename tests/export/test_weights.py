@@ -16,11 +16,11 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import lightning_solo as solo
+from lightning_solo.cli import main
 from lightning_solo.cli.export import parse
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
 from lightning_solo.export import weights as weights_module
 from lightning_solo.optim.split_optimizer import SplitOptimizer
-from tests.cli.commands import call
 from tests.messages import lines_with, mentions
 from tests.modules import loader, regression
 from tests.training import equal
@@ -285,19 +285,28 @@ def test_options_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 # --- the command, and the log at the end of a fit ---
 
 
-@pytest.mark.cpu_only("runs a command, which sees no simulated device")
-def test_command_writes_the_last_checkpoint_of_a_run(make_trainer: Make, tmp_path: Path) -> None:
+def test_command_writes_the_last_checkpoint_of_a_run(
+    make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*arguments: str, code: int = 0) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == code
+        return "".join(capsys.readouterr())
+
     trainer = fitted(make_trainer, "compact")
     (tmp_path / "runs/first/checkpoints").mkdir(parents=True)
     saved(trainer, tmp_path / "runs/first/checkpoints/last.ckpt")
     written = "runs/first/checkpoints/last-fp32.safetensors"
-    assert written in call(tmp_path, "export", "runs/first")
+    monkeypatch.chdir(tmp_path)
+    assert written in command("export", "runs/first")
     from safetensors.torch import load_file
 
     expected = {name: value for name, value in masters(trainer).items() if name != "net.second.weight"}
     assert equal(dict(sorted(load_file(tmp_path / written).items())), dict(sorted(expected.items())))
-    assert "--force" in call(tmp_path, "export", "runs/first", code=2)
-    assert "runs/first/checkpoints/last.ckpt" in call(tmp_path, "export", "runs", code=2)
+    assert "--force" in command("export", "runs/first", code=2)
+    assert written in command("export", "runs/first", "--force", "--dtype", "fp32")
+    assert "runs/first/checkpoints/last.ckpt" in command("export", "runs", code=2)
 
 
 def test_end_of_a_fit_says_which_bits_the_weights_have(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:

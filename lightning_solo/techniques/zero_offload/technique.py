@@ -422,8 +422,8 @@ class ZeroOffloadStrategy(Base, Settings):
         if Path(checkpoint_path).is_dir():
             raise CheckpointError(
                 f"{checkpoint_path} is a directory of DeepSpeed's engine, which holds pickled objects; load the plain"
-                f" file next to it, or make one from its weights: python {checkpoint_path}/zero_to_fp32.py"
-                f" {checkpoint_path} weights"
+                f" file next to it, or start from its weights: lightning-solo export {checkpoint_path} --output"
+                " weights.pt"
             )
         safely = True if weights_only is None else weights_only
         checkpoint: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=safely)
