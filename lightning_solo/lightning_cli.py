@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_solo.attach import trainer_kwargs
+from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.trainers import merged
 
 
@@ -22,33 +23,47 @@ class SoloCLI(LightningCLI):
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options of presets."""
         super().add_default_arguments_to_parser(parser)
-        names, one_or_more = List[str], Union[List[str], str, None]  # noqa: UP006, UP007
-        parser.add_argument("--solo", type=one_or_more, default=None, help="a preset, or a list of presets")
-        parser.add_argument("--solo_overrides", type=names, default=[], help="overrides of the preset")
+        names, preset = Union[List[str], str], Union[List[str], str, None]  # noqa: UP006, UP007
+        parser.add_argument("--solo", type=preset, default=None, help="a preset, or a list of presets")
+        parser.add_argument("--solo_overrides", type=names, default=[], help="an override of the preset, or a list")
         parser.add_argument("--solo_allow", type=names, default=[], help="prefixes of _target_ entries that you trust")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return the Trainer, with the preset applied if there is one.
 
-        Raises:
-            ConflictError: the preset and an argument of the Trainer contradict each other.
-            PresetError, CapabilityError, BudgetError, PlanError: as `lightning_solo.trainer_kwargs`.
+        A refused choice ends the program as the parser's own errors do: with the message and exit status 2.
         """
         config = self.config_init if self.subcommand is None else self.config_init[self.subcommand]
+        try:
+            arguments = self._arguments(config, kwargs)
+        except SoloError as error:
+            self._parser(self.subcommand).error(str(error), error)
+        return super().instantiate_trainer(**arguments)
+
+    def _arguments(self, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments with which those of the configuration are replaced.
+
+        Raises:
+            ConflictError: the preset and an argument of the Trainer contradict each other.
+            PresetError: options of a preset without a preset, or as `lightning_solo.trainer_kwargs`.
+            CapabilityError, BudgetError, PlanError: as `lightning_solo.trainer_kwargs`.
+        """
+        overrides, allow = (_listed(config[name]) for name in ("solo_overrides", "solo_allow"))
         if config.get("solo") is None:
-            return super().instantiate_trainer(**kwargs)
+            if overrides or allow:
+                option = "solo_overrides" if overrides else "solo_allow"
+                raise PresetError(f"{option}={config[option]!r} without a preset: write --solo <preset>, such as bf16")
+            return kwargs
         defaults = inspect.signature(self.trainer_class).parameters
         given = {**config.get("trainer", {}), **kwargs}
         # the parser fills in every default, so that an argument with its default counts as not set
         given = {name: value for name, value in given.items() if value != defaults[name].default}
-        callbacks = given.pop("callbacks", [])
-        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        callbacks = _listed(given.pop("callbacks", []))
         ours = trainer_kwargs(
-            config["solo"],
-            config["solo_overrides"],
-            callbacks=callbacks,
-            allow=config["solo_allow"],
-            module=self.model,
-            trainer=given,
+            config["solo"], overrides, callbacks=callbacks, allow=allow, module=self.model, trainer=given
         )
-        return super().instantiate_trainer(**merged(given, ours))
+        return merged(given, ours)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -12,8 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 import lightning_solo as solo
-from lightning_solo.errors import ConflictError, PresetError
-from tests.messages import mentions, nearest
+from tests.messages import lines_with, nearest
 from tests.modules import loader
 
 pytestmark = pytest.mark.filterwarnings(
@@ -66,6 +65,7 @@ def names(trainer: Any) -> list[str]:
         (["--solo=compact"], "bf16-true", ["CompactStates", "GradientRelease"]),
         (["--solo=[bf16,gradient_release]"], "bf16-mixed", ["GradientRelease"]),
         (["--solo=compact", "--solo_overrides=[~callback.gradient_release]"], "bf16-true", ["CompactStates"]),
+        (["--solo=compact", "--solo_overrides", "~callback.gradient_release"], "bf16-true", ["CompactStates"]),
         (["--solo=auto", "--solo_overrides+=auto.presets=[bf16]"], "bf16-mixed", []),
     ],
 )
@@ -98,10 +98,23 @@ def test_callbacks_of_both_act(run: Any) -> None:
     assert {"CompactStates", "MemoryLogger", "SaveConfigCallback"} <= set(names(trainer))
 
 
-def test_contradictions_are_refused(run: Any) -> None:
-    with pytest.raises(ConflictError, match=mentions("trainer.precision='16-mixed'", "override precision=16-mixed")):
-        run("--solo=compact", "--trainer.precision=16-mixed")
-    with pytest.raises(ConflictError, match=mentions("trainer.devices", "devices=1")):
-        run("--solo=compact", "--trainer.devices=2")
-    with pytest.raises(PresetError, match=nearest("compact")):
-        run("--solo=compcat")
+REFUSED = [
+    (
+        ["--solo=compact", "--trainer.precision=16-mixed"],
+        ("trainer.precision='16-mixed'", "override precision=16-mixed"),
+    ),
+    (["--solo=compact", "--trainer.devices=2"], ("trainer.devices", "devices=1")),
+    (["--solo=compcat"], (nearest("compact"),)),
+    (["--solo_overrides+=precision=bf16-mixed"], ("solo_overrides=['precision=bf16-mixed']", "--solo")),
+    (["--solo_allow=my_project"], ("solo_allow='my_project'", "--solo")),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), REFUSED)
+def test_mistakes_are_refused_as_by_the_parser(
+    run: Any, capsys: pytest.CaptureFixture[str], line: list[str], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        run(*line)
+    assert left.value.code == 2
+    assert lines_with(capsys.readouterr().err, "error: ", *words)
