@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_solo.cli.options import Parser
+from lightning_solo.errors import PresetError, nearest
+from lightning_solo.export.formats import FORMS
 
 TAKES = "write: lightning-solo convert FILE --to plain|compact [--output FILE] [--force]"
 
@@ -32,4 +34,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--to", required=True, metavar="plain|compact", help="the form of weights and states")
     parser.add_argument("--output", type=Path, metavar="FILE", help="by default NAME-plain.ckpt beside the file")
     parser.add_argument("--force", action="store_true", help="replace an existing output")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.to not in FORMS:
+        raise PresetError(f"--to {options.to}{nearest(options.to, FORMS)}there are {', '.join(FORMS)}")
+    return options

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightning_solo.cli.options import Parser
 from lightning_solo.errors import PresetError, nearest
-from lightning_solo.export.formats import FORMATS, Request
+from lightning_solo.export.formats import DTYPES, FORMATS, Request
 
 TAKES = "write: lightning-solo export RUN|FILE [--format weights] [--dtype fp32|bf16] [--output FILE] [--force]"
 
@@ -35,4 +35,6 @@ def parse(arguments: Sequence[str]) -> tuple[Request, str]:
     options = parser.parse_args(arguments)
     if options.format not in FORMATS:
         raise PresetError(f"--format {options.format}{nearest(options.format, FORMATS)}there are {', '.join(FORMATS)}")
+    if options.dtype not in DTYPES:
+        raise PresetError(f"--dtype {options.dtype}: write --dtype {' or --dtype '.join(DTYPES)}")
     return Request(options.source, options.output, options.dtype, options.force), options.format

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError, nearest
+from lightning_solo.errors import CheckpointError, NothingToDoError
 from lightning_solo.export.sources import checkpoint_of, read, refuse_existing, written
 from lightning_solo.export.weights import unnamed
 from lightning_solo.optim.adamw_state_dict import WEIGHTS_ALONE, is_compact, marked, require_supported, unmarked
@@ -33,18 +33,15 @@ def convert_checkpoint(source: Path, to: str, output: Path | None = None, *, ove
 
     Args:
         source: a checkpoint, or the folder of a run, of which the last one is taken.
-        to: "plain" or "compact".
+        to: one of `formats.FORMS`.
         output: the file to write; by default ``NAME-plain.ckpt`` beside the source.
         overwrite: whether an existing file is replaced.
 
     Raises:
-        PresetError: an unknown form.
         NothingToDoError: the states have this form already.
         CheckpointError: the file is damaged, has no optimizer states or some that can't be converted, or objects that
             are no plain data; the output exists or can't be written.
     """
-    if to not in FORMS:
-        raise PresetError(f"--to {to}{nearest(to, FORMS)}there are {', '.join(FORMS)}")
     source = checkpoint_of(source)
     if source.is_dir():
         raise CheckpointError(
@@ -59,7 +56,7 @@ def convert_checkpoint(source: Path, to: str, output: Path | None = None, *, ove
             f"{source} has no optimizer states; there are {', '.join(map(str, checkpoint))}; for its weights alone"
             f" write lightning-solo export {source}"
         )
-    converted, notes = FORMS[to](checkpoint, source)
+    converted, notes = {"plain": to_plain, "compact": to_compact}[to](checkpoint, source)
     with written(output) as new, new.open("wb") as file:
         torch.save(converted, file)
     return [f"{to}: {output}, {format_bytes(output.stat().st_size)}, of {source}", *notes]
@@ -143,9 +140,3 @@ def _compact_optimizer(saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[d
     unknown: dict[str, Any] = {"shape": [], "stride": []}  # without a state, none is needed
     record = [{"name": None, "bits": 32, "trained": True, **shapes.get(n, unknown)} for n in numbers]
     return marked({**saved, "state": states}), record
-
-
-FORMS: dict[str, Callable[[Checkpoint, Path], tuple[Checkpoint, list[str]]]] = {
-    "plain": to_plain,
-    "compact": to_compact,
-}

@@ -1,4 +1,4 @@
-"""The formats of `lightning-solo export`, known without importing torch."""
+"""The choices of `lightning-solo export` and `convert`, known without importing torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+DTYPES = ("fp32", "bf16")
+"""The types of exported weights."""
+FORMS = ("plain", "compact")
+"""The forms of a checkpoint's optimizer states, as `lightning-solo convert --to` takes them."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,7 @@ class Request:
     Attributes:
         source: a checkpoint, or the folder of a run.
         output: the file or folder to write; None for the format's default beside the checkpoint.
-        dtype: "fp32" or "bf16".
+        dtype: one of `DTYPES`.
         overwrite: whether an existing output is replaced.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
 from lightning_solo.export.engine_folder import engine_weights
-from lightning_solo.export.formats import Request
+from lightning_solo.export.formats import DTYPES, Request
 from lightning_solo.export.sources import checkpoint_of, engine_folder, read, refuse_existing, written
 from lightning_solo.machine import is_installed
 from lightning_solo.optim.checkpoint_masters import RECORD, bits_of, masters_of, place
@@ -21,7 +21,7 @@ from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.split_weights import joined
 from lightning_solo.units import format_bytes
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16), strict=True))
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
@@ -163,7 +163,7 @@ def _plain(source: Source, dtype: str) -> dict[str, Any]:
     for name, value in source.weights.items():
         key = place(value) if isinstance(value, Tensor) else name
         if key not in made:
-            made[key] = _converted(value, masters.get(key), DTYPES[dtype])
+            made[key] = _converted(value, masters.get(key), TYPES[dtype])
         plain[name] = made[key]
     return plain
 
@@ -235,4 +235,7 @@ def _write(weights: Mapping[str, Any], path: Path) -> None:
     tied = {name: first[id(value)] for name, value in weights.items() if first[id(value)] != name}
     stored = {name: value.contiguous() for name, value in weights.items() if name not in tied}
     with written(path) as new:
+        new.touch()
+        mode = new.stat().st_mode
         save_file(stored, new, metadata={"format": "pt", **tied})
+        new.chmod(mode)  # safetensors lets nobody else read

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_solo as solo
+from lightning_solo.cli.convert import parse
 from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError
 from lightning_solo.export.conversion import convert_checkpoint
 from lightning_solo.optim import CompactAdamW
@@ -135,7 +136,7 @@ def test_plain_file_has_the_bits_of_masters_and_states_and_resumes_in_a_stock_tr
         ours.step()
         schedule.step()
     assert resumed.global_step == 30
-    assert equal(dict(resumed.lightning_module.state_dict()), dict(by_hand.state_dict()))
+    assert equal(dict(resumed.lightning_module.state_dict()), dict(by_hand.cpu().state_dict()))
     moved = (resumed.lightning_module.net.first.weight, file["state_dict"]["net.first.weight"])
     assert not torch.equal(*(each.detach().cpu() for each in moved))
     assert type(resumed.optimizers[0]) is torch.optim.AdamW
@@ -256,7 +257,7 @@ def test_other_bits_are_refused_by_the_bits_of_the_file(make_trainer: Make, tmp_
 def test_what_cannot_be_converted_is_refused(make_trainer: Make, tmp_path: Path) -> None:
     trainer, path = saved(make_trainer, tmp_path, None, max_epochs=1)
     with pytest.raises(PresetError, match=mentions("--to plane", "did you mean 'plain'", "compact")):
-        convert_checkpoint(path, "plane")
+        parse([str(path), "--to", "plane"])
     with pytest.raises(NothingToDoError, match=mentions("as it is")):
         convert_checkpoint(path, "plain")
     (tmp_path / "saved-compact.ckpt").touch()

@@ -199,6 +199,8 @@ def test_safetensors_and_pt_files(make_trainer: Make, tmp_path: Path) -> None:
     module = tied()
     load_model(module, tmp_path / "a" / "weights.safetensors")
     assert equal(dict(module.state_dict()), expected)
+    modes = [(tmp_path / name).stat().st_mode for name in ("a/weights.safetensors", "weights.pt")]
+    assert modes[0] == modes[1]
     with safe_open(tmp_path / "a" / "weights.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "net.second.weight": "net.first.weight"}
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["weights.pt", "weights.safetensors"]
@@ -276,6 +278,8 @@ def test_options_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         solo.export_weights(nn.Linear(1, 1), output=tmp_path / "weights.onnx")
     with pytest.raises(PresetError, match=mentions("--format weight", "did you mean 'weights'")):
         parse(["x.ckpt", "--format", "weight"])
+    with pytest.raises(PresetError, match=mentions("--dtype fp16", "--dtype fp32 or --dtype bf16")):
+        parse(["x.ckpt", "--dtype", "fp16"])
     monkeypatch.setattr(weights_module, "is_installed", lambda package: package != "safetensors")
     remedy = ["pip install lightning-solo[safetensors]", "weights.pt"]
     with pytest.raises(CapabilityError, match=mentions(*remedy)):
