@@ -23,14 +23,10 @@ def check_machine(configuration: Configuration, lightning: str = "lightning.pyto
     check_versions(lightning)
     for requirement, words in configuration.requirements():
         require(requirement, words)
-    reason = configuration.needs_cuda()
     import torch
 
-    cuda = torch.cuda.is_available()
-    if reason and not cuda:
-        raise CapabilityError(f"no CUDA device on this machine: {reason}")
     wants_bf16 = configuration.precision in ("bf16-mixed", "bf16-true")
-    if cuda and wants_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if wants_bf16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name()
         raise CapabilityError(
             f"precision={configuration.precision}: {name} has no native bf16 (Ampere or newer has); use the preset"
@@ -44,7 +40,12 @@ def require(requirement: Requirement, words: str) -> None:
     Raises:
         CapabilityError: the message names what is missing, and has ``words`` as the remedy.
     """
-    if requirement.kind == "check":
+    if requirement.kind == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise CapabilityError(f"no CUDA device on this machine: {words}")
+    elif requirement.kind == "check":
         if missing := resolve_name(requirement.name)():
             raise CapabilityError(f"{words}: {missing}")
     elif requirement.kind == "compiler" and cxx_compiler() is None:

@@ -220,13 +220,12 @@ class Configuration:
             for requirement in chosen.card.requires:
                 if requirement.when(chosen.settings):
                     yield requirement, requirement.words(chosen.settings)
+        if self.precision in CUDA_PRECISIONS:
+            words = f"precision={self.precision} needs a CUDA device; without one use precision=bf16-mixed (preset 'bf16')"
+            yield Requirement("cuda", words), words
 
     def needs_cuda(self) -> str | None:
         """Return the choice that needs a CUDA device, and the remedy; None if the preset runs anywhere."""
-        if self.precision in CUDA_PRECISIONS:
-            return (
-                f"precision={self.precision} needs a CUDA device; without one use precision=bf16-mixed (preset 'bf16')"
-            )
         return next((words for need, words in self.requirements() if need.kind == "cuda"), None)
 
 
