@@ -19,7 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lightning_solo.cards.card import Card
+from lightning_solo.cards.card import RESOURCES, Card
 from lightning_solo.cards.catalogue import built_in_cards
 from lightning_solo.ladder.display import COLUMNS, details, noise_in_words
 from lightning_solo.ladder.figures import Figures
@@ -611,6 +611,11 @@ def techniques() -> str:
     """Return the techniques, each with a link to its page and what it saves."""
     rows = [[f"[`{name}`]({name}.md)", prose(card.saves), prose(card.costs)] for name, card in built_in_cards().items()]
     return table(["technique", "what it saves", "costs"], rows)
+
+
+def resources() -> str:
+    """Return the resources that a card may own, read or free, with their meaning."""
+    return table(["resource", "meaning"], [[f"`{name}`", meaning] for name, meaning in RESOURCES.items()])
 
 
 def card(name: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 from lightning_solo.cards.card import RESOURCES, Card
 from lightning_solo.cards.phase import Phase
 from lightning_solo.seams.technique import Technique
+from tests.pages import TABLES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "adding_a_technique.md").read_text(encoding="utf-8")
@@ -52,7 +53,8 @@ def test_the_entry_point_is_that_of_the_example() -> None:
 def test_every_field_of_a_card_every_phase_and_every_resource_is_named() -> None:
     assert first_cells("| field | what it is for") == {field.name for field in fields(Card)}
     assert all(f"`{phase.name}`" in PAGE for phase in Phase)
-    assert first_cells("| resource | what it is |") == set(RESOURCES)
+    assert set(re.findall(r"^\| `(\w+)`", TABLES.resources(), re.MULTILINE)) == set(RESOURCES)
+    assert "```{resources}\n```" in PAGE
 
 
 def test_every_seam_is_named() -> None:

@@ -3,6 +3,7 @@
 {card} compact              the top of a technique's page
 {techniques}                all techniques with what they save
 {presets}                   all presets with what they are for
+{resources}                 all resources that a card may own, read or free
 {formats}                   which devices multiply in which formats of low precision
 {results} ladder_cpu.json   a table of measurements from examples/results, with its command
 """
@@ -43,6 +44,7 @@ class Table(SphinxDirective):
             "card": TABLES.card,
             "techniques": TABLES.techniques,
             "presets": TABLES.presets,
+            "resources": TABLES.resources,
             "results": TABLES.results,
             "formats": TABLES.formats,
         }
@@ -68,6 +70,6 @@ def fences_to_blocks(app: Sphinx, what: str, name: str, obj: Any, options: Any, 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives."""
     app.connect("autodoc-process-docstring", fences_to_blocks, priority=100)  # before napoleon's
-    for name in ("card", "techniques", "presets", "results", "formats"):
+    for name in ("card", "techniques", "presets", "resources", "results", "formats"):
         app.add_directive(name, Table)
     return {"parallel_read_safe": True}
