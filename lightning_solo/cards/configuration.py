@@ -221,7 +221,7 @@ class Configuration:
                 if requirement.when(chosen.settings):
                     yield requirement, requirement.words(chosen.settings)
         if self.precision in CUDA_PRECISIONS:
-            words = f"precision={self.precision} needs a CUDA device; without one use precision=bf16-mixed (preset 'bf16')"
+            words = f"precision={self.precision} needs a CUDA device; without one use bf16-mixed (preset 'bf16')"
             yield Requirement("cuda", words), words
 
     def needs_cuda(self) -> str | None:
