@@ -56,7 +56,7 @@ ELSEWHERE = {
     "sweeps/test_jobs.py": "atomic_files sweeps/observer sweeps/job_process",
     "sweeps/test_optuna.py": "sweeps/pruning",
     "sweeps/test_optuna_space.py": "sweeps/search sweeps/search_settings sweeps/search_space sweeps/study",
-    "sweeps/test_server.py": "sweeps/files sweeps/forking sweeps/sweep",
+    "sweeps/test_server.py": "sweeps/files sweeps/forking",
     "techniques/test_activation_checkpointing.py": "cards/blocks nn/recomputation",
     "techniques/test_activation_checkpointing_budget.py": "cards/budget",
     "techniques/test_activation_offloading.py": "nn/offloading",

@@ -30,6 +30,46 @@ LOOK_S = 0.25
 SHOWN_FILES = 3
 
 
+def row_or_try(
+    job: Job, start: Mapping[str, Any], row: Row | None, settings: Settings, code: Mapping[str, str]
+) -> Row | Try:
+    """Return the row of a job's last attempt if it counts, else the job's next try.
+
+    Args:
+        job: a job that an earlier command has started.
+        start: the record of its last start.
+        row: of the attempt that was started last; None if it left no result.
+        settings: the launcher's settings.
+        code: hash of each file of the application.
+    """
+    attempt, rerun = start["attempt"] + 1, settings.rerun
+    if anew := changed(job, start, settings, code):
+        return Try(job, attempt, anew=anew)
+    failed = row is not None and row.status not in (FINISHED, INTERRUPTED)
+    failures = start.get("failures", 0) + failed if rerun == "never" else 0
+    if row is None:
+        return Try(job, attempt, failures)
+    if rerun != "all" and (row.status == FINISHED or (failed and failures > settings.retries)):
+        return row
+    if row.status == FINISHED:
+        return Try(job, attempt, failures, anew=f"hydra.launcher.rerun={rerun}")
+    return Try(job, attempt, failures, seconds=row.seconds or 0.0)
+
+
+def changed(job: Job, start: Mapping[str, Any], settings: Settings, code: Mapping[str, str]) -> str:
+    """Return what has changed since a job was started; empty if its earlier attempts count. Arguments as above."""
+    if start.get("config_hash") != job.config_hash:
+        return "its configuration has changed"
+    before = start.get("code")
+    if settings.rerun == "failed" or before == code:
+        return ""
+    if not isinstance(before, Mapping):  # an older version didn't store it by file
+        return "another version of lightning-solo ran it"
+    files = sorted(file for file in {*before, *code} if before.get(file) != code.get(file))
+    more = f" and {len(files) - SHOWN_FILES} more files" if len(files) > SHOWN_FILES else ""
+    return f"{', '.join(files[:SHOWN_FILES])}{more} changed"
+
+
 @dataclass(eq=False, repr=False)
 class Sweep:
     """Runs jobs in the folder of a sweep, for one command.
@@ -116,43 +156,17 @@ class Sweep:
 
     def _row_or_try(self, job: Job, row: Row | None) -> Row | Try:
         """Return a job's row if an earlier command finished it, else its next try."""
-        files, rerun = self.folder.job(job.number), self.settings.rerun
+        files = self.folder.job(job.number)
         start = read_json(files.start)
         if start is None:
             return Try(job, 1)
-        attempt = start["attempt"]
-        changed = self._changed(job, start)
-        if changed:
-            return Try(job, attempt + 1, anew=changed)
-        if row is None or row.attempt != attempt:  # the command ended before it wrote the row
-            row, result = None, files.result_of(attempt)
+        if row is None or row.attempt != start["attempt"]:  # the command ended before it wrote the row
+            row, result = None, files.result_of(start["attempt"])
             if result is not None:
-                row = self._row(Try(job, attempt), End(int("error" in result)))
-                self._write(row)
-        failed = row is not None and row.status not in (FINISHED, INTERRUPTED)
-        failures = start.get("failures", 0) + failed if rerun == "never" else 0
-        if (
-            row is not None
-            and rerun != "all"
-            and (row.status == FINISHED or (failed and failures > self.settings.retries))
-        ):
-            return row
-        anew = f"hydra.launcher.rerun={rerun}" if row is not None and row.status == FINISHED else ""
-        seconds = 0.0 if row is None or anew else row.seconds or 0.0
-        return Try(job, attempt + 1, failures, anew, seconds)
-
-    def _changed(self, job: Job, start: Mapping[str, Any]) -> str:
-        """Return what has changed since a job was started; empty if its earlier attempts count."""
-        if start.get("config_hash") != job.config_hash:
-            return "its configuration has changed"
-        before, now = start.get("code"), self.application.code
-        if self.settings.rerun == "failed" or before == now:
-            return ""
-        if not isinstance(before, Mapping):  # an older version didn't store it by file
-            return "another version of lightning-solo ran it"
-        files = sorted(file for file in {*before, *now} if before.get(file) != now.get(file))
-        more = f" and {len(files) - SHOWN_FILES} more files" if len(files) > SHOWN_FILES else ""
-        return f"{', '.join(files[:SHOWN_FILES])}{more} changed"
+                row = self._row(Try(job, start["attempt"]), End(int("error" in result)))
+                if not changed(job, start, self.settings, self.application.code):
+                    self._write(row)
+        return row_or_try(job, start, row, self.settings, self.application.code)
 
     def _work(self, waiting: deque[Try]) -> None:
         """Run jobs until all have ended.
