@@ -79,8 +79,19 @@ def hardware() -> dict[str, str]:
         "gpu": f"{properties.name}, {format_bytes(properties.total_memory)}, sm_{properties.major}{properties.minor}",
         "driver": nvidia_driver() or "unknown",
         "CUDA of torch": str(torch.version.cuda),
+        "cuDNN of torch": cudnn_version() or "none",
         "native bf16": "yes" if native else "no: use fp16",
     }
+
+
+def cudnn_version() -> str:
+    """Return the version of cuDNN that torch uses, such as ``9.10.2``; empty without cuDNN."""
+    import torch
+
+    number = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+    # 8.9.2 is 8902; from 9 on, 9.10.2 is 91002
+    major, rest = divmod(number, 10_000 if number >= 90_000 else 1000)
+    return f"{major}.{rest // 100}.{rest % 100}" if number else ""
 
 
 def tools() -> dict[str, str]:

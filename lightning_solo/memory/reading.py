@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ class Reading:
     """Memory counters of a device at one moment; None where it has no such counter.
 
     A peak counts from the last reset of the counters, by any code; ``peak_resident`` from the start of the process.
+    ``swap`` is of this process, ``device_used`` of all processes, with CUDA's contexts.
     """
 
     allocated: int | None = None
@@ -27,6 +28,8 @@ class Reading:
     alloc_retries: int | None = None
     resident: int | None = None
     peak_resident: int | None = None
+    swap: int | None = None
+    device_used: int | None = None
 
 
 def read(device: torch.device) -> Reading:
@@ -35,6 +38,17 @@ def read(device: torch.device) -> Reading:
     Neither synchronises nor starts CUDA: before the first allocation every counter is 0.
     """
     return _read_cuda(device) if device.type == "cuda" else _read_process()
+
+
+def with_host(reading: Reading, device: torch.device) -> Reading:
+    """Return a reading with this process's memory, and on a CUDA device the bytes used by all processes."""
+    process, used = _read_process(), None
+    if device.type == "cuda":
+        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        free, total = torch.cuda.mem_get_info(device) if started else (0, 0)
+        used = total - free
+    host = {"resident": process.resident, "peak_resident": process.peak_resident, "swap": process.swap}
+    return replace(reading, **host, device_used=used)
 
 
 def free_device_bytes(module: torch.nn.Module) -> int:
@@ -70,22 +84,27 @@ def _read_cuda(device: torch.device) -> Reading:
 
 def _read_process() -> Reading:
     resident = resident_bytes()
-    return Reading(resident=resident, peak_resident=max(resident, _peak_resident_bytes()))
+    return Reading(resident=resident, peak_resident=max(resident, _peak_resident_bytes()), swap=_status("VmSwap"))
 
 
 def _peak_resident_bytes() -> int:
     """Return the largest resident set so far; 0 where the system has no such counter (Windows)."""
-    try:
-        # getrusage is the fallback, since ru_maxrss is inherited from the process that started this one
-        with _STATUS.open("rb") as file:
-            for line in file:
-                if line.startswith(b"VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    # getrusage is the fallback, since ru_maxrss is inherited from the process that started this one
+    if (peak := _status("VmHWM")) is not None:
+        return peak
     try:
         import resource
     except ImportError:
         return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak) if sys.platform == "darwin" else int(peak) * 1024
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(largest) if sys.platform == "darwin" else int(largest) * 1024
+
+
+def _status(name: str) -> int | None:
+    """Return the bytes of a field of this process's status; None where the system has no such field."""
+    try:
+        with _STATUS.open("rb") as file:
+            sizes = [line.split()[1] for line in file if line.startswith(f"{name}:".encode())]
+    except OSError:
+        return None
+    return int(sizes[0]) * 1024 if sizes else None

@@ -61,9 +61,10 @@ def figures(metrics: dict[str, Series], memory: Sequence[Series], times: Sequenc
     by_phase = [one for phase in PHASES for one in memory if one.name == f"{phase}_bytes"]
     known = {one.name for one in (*by_category, *by_phase)}
     whole = [one for one in memory if one.name.endswith("_bytes") and one.name not in known]
+    whole = [one for one in whole if any(one.values)]  # mostly nothing is swapped out
     return [
         line_figure("loss", "Loss", "loss", losses, "As logged."),
-        memory_figure("memory", "Memory over time", whole, "Bytes of device (or process); peaks are since a reset."),
+        memory_figure("memory", "Memory over time", whole, "Bytes of device and process; peaks are since a reset."),
         memory_figure("memory_by_category", "Memory by category", by_category, "Live storages, as the ledger counted."),
         memory_figure(
             "memory_by_phase", "Memory by phase", by_phase, "The most that was held in each phase of a step."

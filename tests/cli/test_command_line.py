@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_solo.cli import command_line, main
+from lightning_solo.cli import command_line, doctor, main
 from lightning_solo.cli.command_line import (
     check_command_line,
     check_config,
@@ -229,3 +229,20 @@ def test_unreadable_preset_is_named(content: bytes, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("words", ["compact", "[compact,checkpointing]"])
 def test_the_chosen_presets_are_known_by_their_names(words: str) -> None:
     assert check_config(compose_application([f"solo={words}"])).solo.preset == words
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(None, ""), (8902, "8.9.2"), (90100, "9.1.0"), (91002, "9.10.2"), (100304, "10.3.4")]
+)
+def test_doctor_prints_the_version_of_cudnn(number: int | None, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
+    assert doctor.cudnn_version() == text
+
+
+@pytest.mark.gpu
+def test_doctor_describes_the_gpu() -> None:
+    hardware = doctor.hardware()
+    assert hardware["gpu"]
+    assert hardware["cuDNN of torch"]

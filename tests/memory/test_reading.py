@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_solo.memory import reading
-from lightning_solo.memory.reading import Reading, read, resident_bytes
+from lightning_solo.memory.reading import Reading, read, resident_bytes, with_host
 from lightning_solo.units import MiB
 
 CPU = torch.device("cpu")
@@ -48,6 +49,34 @@ def test_a_cuda_reading_takes_the_allocators_integers(monkeypatch: pytest.Monkey
     assert read(torch.device("cuda:0")) == Reading(0, 0, 0, 0, 0)
 
 
+def test_swap_is_the_process_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("VmHWM:\t    4096 kB\nVmSwap:\t    2048 kB\nVmSwapPages: 9 kB\n")
+    monkeypatch.setattr(reading, "_STATUS", status)
+    assert read(CPU).swap == with_host(Reading(), CPU).swap == 2 * MiB
+    status.write_text("VmHWM:\t    4096 kB\n")  # a kernel without swap
+    assert read(CPU).swap is None
+
+
+def test_host_is_read_beside_a_device() -> None:
+    found = with_host(Reading(allocated=5), CPU)
+    assert (found.allocated, found.device_used) == (5, None)
+    assert found.resident is not None
+    assert found.resident > MiB
+    if not torch.cuda.is_available():  # CUDA has not started
+        assert with_host(Reading(), torch.device("cuda:0")).device_used == 0
+
+
+@pytest.mark.gpu
+def test_used_bytes_of_the_device_include_the_cache() -> None:
+    device = torch.device("cuda:0")
+    block = torch.empty(64 * MiB, dtype=torch.uint8, device=device)
+    found = with_host(read(device), device)
+    free, total = torch.cuda.mem_get_info(device)
+    assert found.device_used == total - free >= torch.cuda.memory_reserved()
+    del block
+
+
 @pytest.mark.gpu
 def test_a_cuda_reading_is_exact() -> None:
     device = torch.device("cuda:0")
@@ -58,4 +87,6 @@ def test_a_cuda_reading_is_exact() -> None:
     assert after.allocated == before.allocated + 8 * MiB
     assert after.peak_allocated == torch.cuda.max_memory_allocated()
     del block
-    assert all(isinstance(count, int) for name, count in asdict(after).items() if "resident" not in name)
+    assert all(
+        isinstance(count, int) for name, count in asdict(after).items() if "allocated" in name or "reserved" in name
+    )

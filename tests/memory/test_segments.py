@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -92,6 +93,7 @@ def test_settings_of_the_environment_are_read(text: str, expandable: bool) -> No
 
 @pytest.fixture
 def empty_device() -> Iterator[None]:
+    gc.collect()
     torch.cuda.empty_cache()
     if torch.cuda.memory_allocated():
         pytest.skip("an earlier test keeps memory on the device")

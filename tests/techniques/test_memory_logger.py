@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,37 @@ def test_every_logger_the_csv_and_the_table(
         ours = [(step, metrics) for step, metrics in logger.seen if any("memory/" in key for key in metrics)]
         assert [step for step, _ in ours] == [3, 7, 10]  # at steps 4 and 8 of the axis of self.log(), and at the end
         for _, metrics in ours:
-            assert set(metrics) == {"memory/resident_gib", "memory/peak_resident_gib"}
+            assert set(metrics) - {"memory/swap_gib"} == {"memory/resident_gib", "memory/peak_resident_gib"}
             assert 0 < metrics["memory/resident_gib"] <= metrics["memory/peak_resident_gib"]
     written = rows(tmp_path / "memory.csv")
     assert [row["step"] for row in written] == ["0", "4", "8", "10"]
     assert all(int(row["resident_bytes"]) > MiB and row["allocated_bytes"] == "" for row in written)
     assert "peak resident" in capsys.readouterr().out
     assert trainer.callbacks[0].peak_bytes >= max(int(row["resident_bytes"]) for row in written)
+
+
+def test_swapped_memory_is_logged_and_warned_of_once(
+    home: Any, make_trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By readings as a host gives them that swaps; this one must not."""
+    swapped = iter([100, 105, 110, 120, 900])  # MiB: grown by 20 at the fourth reading
+    monkeypatch.setattr(
+        phase_peaks, "with_host", lambda reading, device: replace(reading, swap=next(swapped) * MiB, resident=MiB)
+    )
+    trainer = make_trainer(home, callbacks=[MemoryLogger(every_n_steps=1, table=False)])
+    with pytest.warns(UserWarning, match=mentions("swapped", "20.00 MiB")) as caught:
+        trainer.fit(regression(home), loader(4))
+    assert len([warning for warning in caught if "swapped" in str(warning.message)]) == 1
+    assert [int(row["swap_bytes"]) // MiB for row in rows(tmp_path / "memory.csv")] == [100, 105, 110, 120, 900]
+
+
+@pytest.mark.gpu
+def test_host_and_the_whole_device_are_logged_on_cuda(home: Any, make_trainer: Any, tmp_path: Path) -> None:
+    trainer = make_trainer(home, accelerator="gpu", callbacks=[MemoryLogger(every_n_steps=1, table=False)])
+    trainer.fit(regression(home), loader(2))
+    for row in rows(tmp_path / "memory.csv"):
+        assert int(row["resident_bytes"]) > MiB
+        assert int(row["device_used_bytes"]) >= int(row["reserved_bytes"]) > 0
 
 
 def test_steps_are_optimizer_steps(home: Any, make_trainer: Any, tmp_path: Path) -> None:
@@ -106,7 +131,11 @@ def test_cuda_counters_by_their_keys(home: Any, make_trainer: Any, tmp_path: Pat
         regression(home), loader(5)
     )
     assert fake_cuda == []  # without per_phase nobody's counters are reset
-    assert logger.seen[-1][1] == {
+    host = {"memory/resident_gib", "memory/peak_resident_gib", "memory/swap_gib"}
+    assert host - {"memory/swap_gib"} <= set(logger.seen[-1][1])  # a kernel may have no swap
+    assert {
+        key: value for key, value in logger.seen[-1][1].items() if key not in host | {"memory/device_used_gib"}
+    } == {
         "memory/allocated_gib": 1 / 1024,
         "memory/peak_allocated_gib": 2 / 1024,
         "memory/reserved_gib": 2.0,

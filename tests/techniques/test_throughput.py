@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import sys
 import time
+import types
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -16,8 +18,9 @@ from torch.utils.data import DataLoader
 
 from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import PresetError
-from lightning_solo.techniques.throughput import flops, rates
+from lightning_solo.techniques.throughput import flops, rates, technique
 from lightning_solo.techniques.throughput.flops import CountedOnce, compute_dtype
+from lightning_solo.techniques.throughput.nvml import GpuState
 from lightning_solo.techniques.throughput.technique import Throughput
 from tests.messages import mentions
 from tests.modules import loader, regression
@@ -394,3 +397,105 @@ def test_dynamo_is_not_imported_for_the_count() -> None:
             torch.ones(2, 3) @ torch.ones(3, 4)
         assert "torch._dynamo" not in sys.modules
     assert counter.get_total_flops() == 2 * 2 * 3 * 4
+
+
+# --- a GPU's state ---
+
+
+class Nvml(types.ModuleType):
+    """The functions of nvidia-ml-py that are called, by its names: there is no NVIDIA driver here."""
+
+    class NVMLError(Exception):
+        pass
+
+    class NVMLError_DriverNotLoaded(NVMLError):  # noqa: N801, N818
+        pass
+
+    def __init__(self, reasons: int, gpu: int = 75, fails: str = "") -> None:
+        super().__init__("pynvml")
+        self.calls: list[str] = []
+        self.reasons, self.gpu, self.fails = reasons, gpu, fails
+        self.__spec__ = importlib.machinery.ModuleSpec("pynvml", None)
+
+    def _called(self, name: str, result: Any = None) -> Any:
+        self.calls.append(name)
+        if name == self.fails:
+            raise self.NVMLError("Not Supported")
+        return result
+
+    def nvmlInit(self) -> None:
+        self._called("init")
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return self._called("handle", 40 + index)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
+        assert handle == 40
+        return self._called("utilization", types.SimpleNamespace(gpu=self.gpu, memory=1))
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
+        assert handle == 40
+        return self._called("reasons", self.reasons)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, module: Nvml) -> GpuState:
+    """Return the state of a GPU that answers by a module."""
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    monkeypatch.setattr(torch.cuda, "_HAS_PYNVML", True)
+    monkeypatch.setattr(torch.cuda, "pynvml", module, raising=False)
+    monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", lambda device: torch.device(device).index)
+    return GpuState(torch.device("cuda:0"))
+
+
+@pytest.mark.cpu_only("the simulated device answers for torch.cuda.utilization")
+@pytest.mark.parametrize(
+    ("reasons", "throttled"),
+    [
+        (0x0, (0, 0, 0)),
+        (0x1 | 0x2, (0, 0, 0)),
+        (0x4, (1, 1, 0)),
+        (0x20, (1, 0, 1)),
+        (0xC8, (1, 1, 1)),
+        (0x8, (1, 0, 0)),
+    ],
+)
+def test_utilisation_and_throttling_are_read_from_nvml(
+    monkeypatch: pytest.MonkeyPatch, reasons: int, throttled: tuple[int, ...]
+) -> None:
+    names = ("throttled", "throttled_by_power", "throttled_by_heat")
+    assert asked(monkeypatch, Nvml(reasons)).figures() == {
+        "throughput/utilization": 0.75,
+        **{f"throughput/{name}": float(value) for name, value in zip(names, throttled, strict=True)},
+    }
+
+
+@pytest.mark.cpu_only("the simulated device answers for torch.cuda.utilization")
+@pytest.mark.parametrize("fails", ["init", "utilization", "reasons"])
+def test_gpu_that_cannot_tell_is_asked_once(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    module = Nvml(0, fails=fails)
+    state = asked(monkeypatch, module)
+    assert state.figures() == {}
+    calls = len(module.calls)
+    assert calls > 0
+    assert state.figures() == {}
+    assert len(module.calls) == calls
+
+
+def test_no_gpu_or_no_package_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Nvml(0x4)
+    asked(monkeypatch, module)
+    assert GpuState(torch.device("cpu")).figures() == {}
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert GpuState(torch.device("cuda:0")).figures() == {}
+    assert module.calls == []
+
+
+@pytest.mark.cpu_only("the simulated device answers for torch.cuda.utilization")
+def test_state_of_the_gpu_is_logged(home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked(monkeypatch, Nvml(0x4))
+    monkeypatch.setattr(technique, "GpuState", lambda device: GpuState(torch.device("cuda:0")))
+    logger = recording_logger(home)
+    callback = Throughput(every_n_steps=2)
+    make_trainer(home, logger=logger, log_every_n_steps=1, callbacks=[callback]).fit(regression(home), loader(4))
+    logged = [metrics for _, metrics in logger.seen if "throughput/utilization" in metrics]
+    assert [metrics["throughput/throttled_by_power"] for metrics in logged] == [1.0] * 2

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from lightning_solo.memory.events import PHASES
-from lightning_solo.memory.reading import Reading, read, resident_bytes
+from lightning_solo.memory.reading import Reading, read, resident_bytes, with_host
 
 
 class PhasePeaks:
@@ -52,7 +52,7 @@ class PhasePeaks:
 
     def read(self) -> Reading:
         """Return a reading of the device whose peaks include those before the resets."""
-        reading = read(self.device)
+        reading = with_host(read(self.device), self.device)
         if reading.peak_allocated is None or reading.peak_reserved is None:
             return reading
         return replace(

@@ -25,9 +25,11 @@ from lightning_solo.tables import Cell, Table, size, terminal
 from lightning_solo.techniques.memory_logger.card import Settings
 from lightning_solo.techniques.memory_logger.csv_rows import append_row, column
 from lightning_solo.techniques.memory_logger.phase_peaks import PhasePeaks
-from lightning_solo.units import GiB
+from lightning_solo.units import GiB, MiB, format_bytes
 
 _numbers = itertools.count(1)
+SWAPPED = 16 * MiB
+"""Growth of the swapped memory from which there is a warning; less is idle memory that the kernel moves."""
 
 
 def metrics_of(
@@ -38,8 +40,8 @@ def metrics_of(
     >>> metrics_of(Reading(resident=GiB, peak_resident=3 * GiB), {"forward": 2 * GiB})
     {'memory/resident_gib': 1.0, 'memory/peak_resident_gib': 3.0, 'memory/forward_resident_gib': 2.0}
     """
-    main = ("allocated", "peak_allocated", "reserved", "resident", "peak_resident")
-    suffix = "peak_allocated" if reading.resident is None else "resident"
+    main = ("allocated", "peak_allocated", "reserved", "device_used", "resident", "peak_resident", "swap")
+    suffix = "resident" if reading.allocated is None else "peak_allocated"
     counts: dict[str, int | None] = {name: getattr(reading, name) for name in main}
     counts |= categories or {}
     counts |= {f"{phase}_{suffix}": peak for phase, peak in (phases or {}).items()}
@@ -60,8 +62,9 @@ def summary_table(title: str, counts: Mapping[str, Sequence[int]]) -> Table:
 class MemoryLogger(Callback, Settings):
     """Logs memory every ``every_n_steps`` optimizer steps, with a summary at the end, also of a failed run.
 
-    On a GPU it reads the CUDA allocator's counters, elsewhere the resident set of the process. A peak counts since the
-    allocator's counters were last reset; this callback resets them only with ``per_phase``.
+    It reads the resident set and the swapped memory of the process, and on a GPU also the CUDA allocator's counters and
+    the bytes that all processes use on the device. A peak counts since the allocator's counters were last reset; this
+    callback resets them only with ``per_phase``. It warns once if memory of the process is swapped out during a run.
 
     In the first ``category_steps`` steps a `memory.ledger.Ledger` splits the peak into categories, and names the
     operator and module that set it. It counts the bytes that storages request, before the allocator rounds them,
@@ -109,6 +112,7 @@ class MemoryLogger(Callback, Settings):
         self._counts: dict[str, list[int]] = {}  # bytes by name, for the table
         self._path: Path | None = None
         self._step = 0  # of the last row
+        self._swap: int | None = None  # bytes at the first reading; None before it, and after a warning
         self._begun = False  # whether a batch has begun
 
     # --- when: Lightning's hooks ---
@@ -206,6 +210,7 @@ class MemoryLogger(Callback, Settings):
         """Add a current reading to the CSV and the table, and return its metrics."""
         categories = categories or {}
         phases, reading = self._phases.take(), self._phases.read()
+        self._warn_of_swap(reading.swap)
         self._step = trainer.global_step
         counts = asdict(reading) | phases
         for name, count in ({f"counted_{category}": n for category, n in categories.items()} | counts).items():
@@ -220,6 +225,18 @@ class MemoryLogger(Callback, Settings):
         }
         self._write(row | {column(name): count for name, count in (counts | dict(categories)).items()})
         return metrics_of(reading, phases, categories)
+
+    def _warn_of_swap(self, swap: int | None) -> None:
+        if not self._counts:
+            self._swap = swap
+        if swap is not None and self._swap is not None and swap - self._swap >= SWAPPED:
+            warnings.warn(
+                f"MemoryLogger: {format_bytes(swap - self._swap)} of this process were swapped out since the run began,"
+                " so the host's memory is full and steps wait for the disk; use fewer loader workers, or keep less in"
+                " host memory (optimizer states, saved tensors)",
+                stacklevel=2,
+            )
+            self._swap = None
 
     def _write(self, row: Mapping[str, object]) -> None:
         if self._path is None:

@@ -40,8 +40,9 @@ CARD = Card(
     phase=Phase.OBSERVE,
     settings=Settings,
     saves="nothing; it observes",
-    costs="a few integers per batch; the first batch's forward runs under a FLOP counter (some milliseconds, without"
-    " torch.compile); never synchronises; measured by examples/measure_callbacks.py",
+    costs="a few integers per batch, and with nvidia-ml-py two questions to the GPU's driver per log; the"
+    " first batch's forward runs under a FLOP counter (some milliseconds, without torch.compile); never"
+    " synchronises; measured by examples/measure_callbacks.py",
     numerics="bit-exact",
     conflicts="none; ``count_flops`` if a forward can't run under a TorchDispatchMode: write ``count_flops: false``",
     reference='model FLOP utilisation: Chowdhery et al., "PaLM", https://arxiv.org/abs/2204.02311, appendix B',

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_solo.data.batch_size import size_of
@@ -12,6 +13,7 @@ from lightning_solo.errors import PresetError
 from lightning_solo.seams import patches
 from lightning_solo.techniques.throughput.card import Settings
 from lightning_solo.techniques.throughput.flops import CountedOnce, compute_dtype, peak_flops
+from lightning_solo.techniques.throughput.nvml import GpuState
 from lightning_solo.techniques.throughput.rates import Rates
 
 
@@ -23,6 +25,10 @@ class Throughput(Callback, Settings):
     Model FLOPs are those of the first batch's forward, times 3 for forward and backward, scaled by tokens (else
     samples) for other batches. The recomputation of activation checkpointing is not counted. Under manual optimization
     ``training_step`` includes backward, so all of its FLOPs are counted once, with recomputation.
+
+    On a GPU, where nvidia-ml-py is installed, ``throughput/utilization`` is the share of NVML's last sample in which a
+    kernel ran, and ``throughput/throttled``, ``throttled_by_power`` and ``throttled_by_heat`` are 1 if the GPU lowers
+    its clocks at that moment.
 
     Time spent waiting for data is training time. Validation, and the time until the next batch, is not.
 
@@ -38,7 +44,8 @@ class Throughput(Callback, Settings):
         """The figures over the last ``window_size`` batches, by logged key; empty before the second batch."""
         return self._rates.figures
 
-    def _start(self, available_flops: float | None = None) -> None:
+    def _start(self, available_flops: float | None = None, device: torch.device | None = None) -> None:
+        self._gpu = GpuState(device or torch.device("cpu"))
         self._rates = Rates(self.window_size, available_flops)
         self._step = 0  # of the last log
         self._since: tuple[int, float] | None = None  # optimizer step and training seconds at the start of `step_s`
@@ -50,7 +57,7 @@ class Throughput(Callback, Settings):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Reset the counts for this fit, and count the first forward."""
         self._remove_counter()
-        self._start(self._peak_flops(trainer) if self.count_flops else None)
+        self._start(self._peak_flops(trainer) if self.count_flops else None, trainer.strategy.root_device)
         self._step = trainer.global_step
         if self.count_flops:
             # 3 = forward 1 + backward 2: gradients of inputs and of weights cost a forward each
@@ -117,7 +124,7 @@ class Throughput(Callback, Settings):
 
     def _log(self, trainer: Trainer) -> None:
         self._step = trainer.global_step
-        figures = {**self.figures, **self._step_time()} if trainer.loggers else {}
+        figures = {**self.figures, **self._step_time(), **self._gpu.figures()} if trainer.loggers else {}
         self._since = self._step, self._rates.seconds
         if figures:
             patches.log_metrics(trainer, figures)
