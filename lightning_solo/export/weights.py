@@ -141,8 +141,9 @@ def _of_file(path: Path) -> Source:
 def unnamed(path: Path) -> str:
     """Return the message for a file whose corrections can't be assigned to weights."""
     return (
-        f"{path} was saved by an earlier version, which didn't record the weight of each correction: resume it once"
-        " under its preset, trainer.fit(module, ckpt_path=...), and save again, trainer.save_checkpoint(...)"
+        f"{path} doesn't record the weight of each correction, since it was saved by an earlier version, or without a"
+        " preset: resume it once under the preset, trainer.fit(module, ckpt_path=...), and save again,"
+        " trainer.save_checkpoint(...)"
     )
 
 

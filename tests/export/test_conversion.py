@@ -177,6 +177,42 @@ def test_checkpoint_before_the_first_step_and_of_an_open_window(make_trainer: Ma
     assert equal(file["state_dict"], weights)
 
 
+def test_each_of_two_optimizers_is_converted(make_trainer: Make, tmp_path: Path) -> None:
+    """One steps in compact states, the other is torch's SGD on master weights."""
+    module = module_of()
+    module.automatic_optimization = False
+    net = module.net
+    parts = [[*net.blocks.parameters()][::-1], [net.first.weight, *net.image.parameters()]]
+    made = [torch.optim.Adam(parts[0], lr=1e-2), torch.optim.SGD(parts[1], lr=1e-3, momentum=0.9)]
+    module.configure_optimizers = lambda: made
+
+    def step(batch: Any, batch_idx: int) -> None:
+        module.manual_backward(module.step(batch))
+        for optimizer in module.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    module.training_step = step
+    trainer = fit(make_trainer, "compact_states", module=module)
+    trainer.save_checkpoint(path := tmp_path / "saved.ckpt", weights_only=False)
+    masters = solo.export_weights(module)
+    assert equal(solo.export_weights(path), masters)
+    (compact, other), named = trainer.optimizers, dict(module.named_parameters())
+    for optimizer, weight in ((compact, "net.blocks.0.up.weight"), (other, "net.image.weight")):
+        assert equal(masters[weight], optimizer.master_weight(named[weight]).cpu())
+    convert_checkpoint(path, "plain")
+    file = torch.load(tmp_path / "saved-plain.ckpt", weights_only=True)
+    assert equal(file["state_dict"]["net.image.weight"], masters["net.image.weight"])
+    both = [compact.adamw_state_dict()["state"], {n: dict(s) for n, s in other.state_dict()["state"].items()}]
+    for ours, expected in zip(file["optimizer_states"], both, strict=True):
+        for state in expected.values():
+            state.pop("correction", None)
+        assert len(ours["state"]) == len(expected)
+        for number, state in ours["state"].items():
+            assert equal(state, {name: torch.as_tensor(expected[number][name]).cpu() for name in state})
+    assert not file["optimizer_states"][0]["param_groups"][0]["decoupled_weight_decay"]
+
+
 # --- back ---
 
 
