@@ -25,7 +25,14 @@ long = partial(pytest.param, marks=pytest.mark.long)
 """A set of arguments with which a test runs in `make test-all` alone, since others show the same."""
 
 ENGINE = ("tests/zero/", "tests/techniques/test_zero_offload")
-WITHOUT_ENGINE = ("test_config.py", "test_deepspeed_names.py", "test_disk.py", "test_layout.py", "test_process.py")
+WITHOUT_ENGINE = (
+    "test_checkpoint_states.py",
+    "test_config.py",
+    "test_deepspeed_names.py",
+    "test_disk.py",
+    "test_layout.py",
+    "test_process.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers

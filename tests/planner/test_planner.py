@@ -153,7 +153,6 @@ def test_breakdown_sums_to_the_peak(preset: str, on: Device) -> None:
     json.dumps(plan.as_dict())
 
 
-@pytest.mark.long
 def test_the_device_shows_more_than_is_needed_and_no_more_than_it_has() -> None:
     plenty = planned(Attends, examples(), on=GPU)
     assert plenty.peak_bytes + GPU.context_bytes < plenty.needed_bytes <= plenty.reserved_bytes
