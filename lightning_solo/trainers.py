@@ -13,9 +13,9 @@ from lightning_solo.build import HOMES
 from lightning_solo.cards.arguments import check_arguments
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.presets.compose import Preset
-from lightning_solo.presets.parse import PRECISIONS
+from lightning_solo.presets.parse import PRECISIONS, refuse_foreign_targets
 from lightning_solo.presets.signature import parameters_of_class
-from lightning_solo.presets.targets import instantiate, refuse_foreign_targets
+from lightning_solo.presets.targets import instantiate
 
 TARGETS = {
     f"{home}.{path}": home for home in HOMES for path in ("Trainer", "trainer.Trainer", "trainer.trainer.Trainer")

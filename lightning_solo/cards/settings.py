@@ -84,8 +84,8 @@ class TechniqueSettings:
         return created
 
     def _check_values(self, option: str) -> None:
-        check_arguments(vars(self), parameters_of(type(self)), option)  # type: ignore[arg-type]
         vars(self).update({name: _copied(value) for name, value in vars(self).items()})
+        check_arguments(vars(self), parameters_of(type(self)), option)  # type: ignore[arg-type]
         self._check_together()
 
     def _check_together(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.errors import PresetError
-from lightning_solo.presets.targets import is_allowed, leaves, targets
+from lightning_solo.presets.files import leaves
+from lightning_solo.presets.parse import is_allowed, targets
 
 LOG_CLASSES = ("logging.StreamHandler", "logging.FileHandler", "logging.NullHandler", "colorlog.ColoredFormatter")
 

@@ -12,7 +12,7 @@ from lightning_solo.atomic_files import write_json
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.machine import VERSIONS, versions
 from lightning_solo.presets import old_spellings
-from lightning_solo.presets.targets import leaves
+from lightning_solo.presets.files import leaves
 
 FREE_TO_CHANGE = ("resume", "root", "run", "allow", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
 

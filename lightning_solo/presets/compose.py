@@ -25,10 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import ConflictError, PresetError, SoloError
 from lightning_solo.presets.config_source import UNSET, PresetSchema
-from lightning_solo.presets.files import check_file, conf_folder, preset_files, user_conf_folder, written_fields
+from lightning_solo.presets.files import check_file, conf_folder, leaves, preset_files, user_conf_folder, written_fields
 from lightning_solo.presets.overrides import apply_override, is_choice, marks_of, parse_overrides
 from lightning_solo.presets.parse import parse_configuration
-from lightning_solo.presets.targets import leaves
 
 # Hydra 1.3 warns if it is missing, 1.4 if it is passed
 VERSION_BASE: dict[str, str] = {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.errors import PresetError, nearest, unknown_name
 from lightning_solo.presets.old_spellings import refusal, refuse_old_preset
-from lightning_solo.presets.targets import leaves
 
 
 def conf_folder() -> Path:
@@ -124,6 +123,22 @@ def written_fields(name: str) -> dict[str, Any]:
                 for word in choice if isinstance(choice, list) else [choice]:
                     options |= _settings_of(str(group), word)
     return options
+
+
+def leaves(node: Any, path: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) of each value in a plain configuration; with ``of_lists=False`` a list is one value.
+
+    >>> list(leaves({"a": {"b": [1, 2]}})), list(leaves({"a": {"b": [1, 2]}}, of_lists=False))
+    ([('a.b[0]', 1), ('a.b[1]', 2)], [('a.b', [1, 2])])
+    """
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from leaves(value, f"{path}.{key}" if path else str(key), of_lists=of_lists)
+    elif isinstance(node, list) and of_lists:
+        for index, value in enumerate(node):
+            yield from leaves(value, f"{path}[{index}]")
+    else:
+        yield path, node
 
 
 def _settings_of(group: str, word: Any) -> dict[str, Any]:

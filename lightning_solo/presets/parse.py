@@ -16,7 +16,6 @@ from lightning_solo.presets.config_source import FIELDS
 from lightning_solo.presets.devices import budget_bytes, budget_on, device
 from lightning_solo.presets.registry import target_of
 from lightning_solo.presets.signature import parameters
-from lightning_solo.presets.targets import refuse_foreign_targets
 
 PRECISIONS = {
     "32-true": "32-true",
@@ -113,6 +112,44 @@ def check_node(node: object, option: str, allow: Sequence[str]) -> Mapping[str, 
     if not ("_target_" in node or "name" in node or "." in option):
         raise PresetError(f"{option}: no `name`; write {option}=<name> to choose one")
     return node
+
+
+def is_allowed(path: str, allow: Sequence[str]) -> bool:
+    """Return whether a prefix in ``allow`` is ``path`` or one of its parents.
+
+    >>> is_allowed("my_project.models.Net", ["my_project"]), is_allowed("my_projects.Net", ["my_project"])
+    (True, False)
+    """
+    return any(path == prefix or path.startswith(prefix + ".") for prefix in allow)
+
+
+def targets(node: Any, option: str) -> Iterator[tuple[str, object]]:
+    """Yield ``(option path, target)`` of every ``_target_`` in a plain configuration, including those in lists."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if key == "_target_":
+                yield option, value
+            else:
+                yield from targets(value, f"{option}.{key}")
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from targets(value, f"{option}[{index}]")
+
+
+def refuse_foreign_targets(node: Any, option: str, allow: Sequence[str]) -> None:
+    """Refuse every ``_target_`` outside the prefixes in ``allow``; import nothing.
+
+    Raises:
+        PresetError: a target is not a string, or outside ``allow``.
+    """
+    for path, target in targets(node, option):
+        if not isinstance(target, str) or not is_allowed(target, allow):
+            allowed = ", ".join(allow) if allow else "nothing"
+            root = str(target).split(".")[0]
+            raise PresetError(
+                f"{path}._target_={target!r}: only registered names and allowed prefixes become objects; "
+                f"allowed is {allowed}. If you trust it, write allow=[{root!r}] (command line: allow=[{root}])"
+            )
 
 
 def check_object(kind: str, node: object, allow: Sequence[str] = (), given: Sequence[str] = ()) -> None:

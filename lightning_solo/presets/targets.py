@@ -1,71 +1,18 @@
-"""Values and targets in a plain configuration: which ``_target_`` is allowed, and the objects of those that are."""
+"""Create the objects of nodes with a ``_target_``."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_solo.cards.arguments import check_arguments
 from lightning_solo.errors import PresetError, nearest
+from lightning_solo.presets.parse import is_allowed
 from lightning_solo.presets.signature import parameters_of_class
 
 _SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")  # keys with a meaning for Hydra
-
-
-def is_allowed(path: str, allow: Sequence[str]) -> bool:
-    """Return whether a prefix in ``allow`` is ``path`` or one of its parents.
-
-    >>> is_allowed("my_project.models.Net", ["my_project"]), is_allowed("my_projects.Net", ["my_project"])
-    (True, False)
-    """
-    return any(path == prefix or path.startswith(prefix + ".") for prefix in allow)
-
-
-def leaves(node: Any, path: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of each value in a plain configuration; with ``of_lists=False`` a list is one value.
-
-    >>> list(leaves({"a": {"b": [1, 2]}})), list(leaves({"a": {"b": [1, 2]}}, of_lists=False))
-    ([('a.b[0]', 1), ('a.b[1]', 2)], [('a.b', [1, 2])])
-    """
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from leaves(value, f"{path}.{key}" if path else str(key), of_lists=of_lists)
-    elif isinstance(node, list) and of_lists:
-        for index, value in enumerate(node):
-            yield from leaves(value, f"{path}[{index}]")
-    else:
-        yield path, node
-
-
-def targets(node: Any, option: str) -> Iterator[tuple[str, object]]:
-    """Yield ``(option path, target)`` of every ``_target_`` in a plain configuration, including those in lists."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            if key == "_target_":
-                yield option, value
-            else:
-                yield from targets(value, f"{option}.{key}")
-    elif isinstance(node, (list, tuple)):
-        for index, value in enumerate(node):
-            yield from targets(value, f"{option}[{index}]")
-
-
-def refuse_foreign_targets(node: Any, option: str, allow: Sequence[str]) -> None:
-    """Refuse every ``_target_`` outside the prefixes in ``allow``; import nothing.
-
-    Raises:
-        PresetError: a target is not a string, or outside ``allow``.
-    """
-    for path, target in targets(node, option):
-        if not isinstance(target, str) or not is_allowed(target, allow):
-            allowed = ", ".join(allow) if allow else "nothing"
-            root = str(target).split(".")[0]
-            raise PresetError(
-                f"{path}._target_={target!r}: only registered names and allowed prefixes become objects; "
-                f"allowed is {allowed}. If you trust it, write allow=[{root!r}] (command line: allow=[{root}])"
-            )
 
 
 def instantiate(node: Any, option: str, allow: Sequence[str]) -> Any:
