@@ -16,7 +16,6 @@ from lightning_solo.errors import ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim.operator_kernels import OperatorKernels
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
-from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.units import format_bytes
 from tests.conftest import long
@@ -89,36 +88,6 @@ def test_acted_where_gradients_are_kept(home: ModuleType, make_trainer: Make, ca
         fit(home, make_trainer, [Watch(), release], accumulate_grad_batches=4)
     assert kept == [True, True, True, False] * 2 + [True, False]  # the epoch's last batch steps
     assert lines_with(caplog.text, "gradient_release: gradients", "on the host", "4.00 bytes")
-
-
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("master_bits", [None, 32], ids=["plain", "compact"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_logged_bytes_are_those_of_the_gradients(
-    make_trainer: Make, caplog: pytest.LogCaptureFixture, master_bits: int | None, precision: str, accumulate: int
-) -> None:
-    """Clipping by norm keeps gradients as they come; a window's sums are in its checkpoint."""
-    import lightning.pytorch as home
-
-    kept: dict[Any, int] = {}
-
-    class Watch(home.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            for p in pl_module.parameters():
-                p.register_hook(lambda gradient, p=p: kept.update({p: gradient.nbytes}))
-
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            window = trainer.optimizers[0].state_dict().get("window", {})
-            kept.update({number: total.nbytes for number, total in window.items()})
-
-    callbacks = [GradientRelease(), Watch(), *([] if master_bits is None else [CompactStates(master_bits)])]
-    options = {"precision": precision, "accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
-    with caplog.at_level("INFO"):
-        trainer = fit(home, make_trainer, callbacks, max_steps=1, **options)
-    parameters = list(trainer.lightning_module.parameters())
-    size = sum(kept[key] for key in (parameters if accumulate == 1 else range(len(parameters))))
-    words = f"{size / sum(p.numel() for p in parameters):.2f} bytes per parameter: {format_bytes(size)} on the device"
-    assert lines_with(caplog.text, "gradient_release: gradients", words)
 
 
 def test_gradients_are_kept_under_manual_optimization(
