@@ -268,6 +268,8 @@ def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: Ru
     """Return the callbacks that save the best and the last checkpoint, the last one also after Ctrl-C and errors."""
     from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
+    from lightning_solo.seams.patches import correct_logged_steps
+
     embedded = checked.model.get("name") == "byte_gpt"
     monitor = ("validation/loss" if embedded else None) if cfg.monitor == "auto" else cfg.monitor
     best = ModelCheckpoint(
@@ -288,6 +290,7 @@ def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: Ru
     # ModelCheckpoint saves after each validation; on_train_end saves the steps after the last one
     end = LambdaCallback(
         on_train_start=begun,
+        on_train_batch_start=correct_logged_steps,
         on_train_batch_end=save_on_exception,
         on_train_end=lambda trainer, _: trainer.save_checkpoint(run_folder.last, weights_only=False),
     )

@@ -267,6 +267,16 @@ def stepped_batches(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
+def correct_logged_steps(trainer: Any, *_: Any) -> None:
+    """Set the step number of ``self.log`` to the number of steps before this batch; for `on_train_batch_start`.
+
+    Lightning counts a step twice if a run resumes from a checkpoint that was saved in `on_train_end` or by Ctrl-C.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    automatic = trainer.lightning_module.automatic_optimization  # else a batch may have several optimizer steps
+    loop._batches_that_stepped = trainer.global_step if automatic else loop.batch_progress.total.completed
+
+
 @contextmanager
 def learning_rates_named(trainer: Any, originals: Mapping[Any, type[Any]]) -> Iterator[None]:
     """Name optimizers in learning-rate monitors by the classes of the originals: ``lr-AdamW``, not ``lr-CompactAdamW``.

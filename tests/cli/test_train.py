@@ -172,6 +172,8 @@ def test_a_run_resumes_by_name_and_only_with_its_configuration(tmp_path: Path) -
     after = (folder / "csv" / "metrics.csv").read_text().splitlines()
     assert after[: len(before)] == before
     assert len(after) > len(before) > 1
+    rows = list(csv.DictReader(after))
+    assert [int(row["step"]) for row in rows if row["validation/loss"]] == [1, 3, 5]
 
     with (folder / "checkpoints" / "last.ckpt").open("r+b") as file:
         file.truncate(1000)

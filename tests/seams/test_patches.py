@@ -7,7 +7,7 @@ import itertools
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -306,6 +306,30 @@ def test_hooks_run_after_a_closure(home: ModuleType, make_trainer: Make) -> None
         trainer.fit(module, loader(1))
     assert calls == ["before", "hook"]
     assert trainer.strategy.optimizer_step == own
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_resumed_run_logs_each_step_once(home: ModuleType, make_trainer: Make, tmp_path: Path, ends: bool) -> None:
+    steps: list[int] = []
+
+    def fit(max_steps: int, ckpt_path: str | None) -> None:
+        callback = home.callbacks.LambdaCallback(
+            on_train_batch_start=patches.correct_logged_steps,
+            on_train_batch_end=lambda trainer, *_: steps.append(patches.stepped_batches(trainer)),
+            on_train_end=lambda trainer, _: trainer.save_checkpoint(tmp_path / "last.ckpt"),
+            on_exception=lambda trainer, *_: trainer.save_checkpoint(tmp_path / "last.ckpt"),
+        )
+        trainer = make_trainer(home, max_epochs=2, max_steps=max_steps, val_check_interval=2, callbacks=[callback])
+        module = regression(home)
+        if not ends and ckpt_path is None:
+            step = module.training_step
+            module.training_step = lambda batch, index: step(batch, index) if index < 2 else step(None, index)
+        trainer.fit(module, loader(8), loader(1), ckpt_path=ckpt_path)
+
+    with nullcontext() if ends else pytest.raises(TypeError):
+        fit(2, None) if ends else fit(8, None)
+    fit(6, str(tmp_path / "last.ckpt"))
+    assert steps == [0, 1, 2, 3, 4, 5]
 
 
 PATCHES = re.compile(
