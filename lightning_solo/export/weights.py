@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from lightning_solo.export.sources import checkpoint_of, engine_folder, read, re
 from lightning_solo.machine import is_installed
 from lightning_solo.optim.checkpoint_masters import RECORD, bits_of, masters_of, place
 from lightning_solo.optim.param_groups import parameters_of
+from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.optim.split_weights import joined
 from lightning_solo.units import format_bytes
 
@@ -103,12 +104,13 @@ def _of_module(module: nn.Module) -> Source:
         return Source(type(module).__name__, module.state_dict())
     weights: dict[str, Any] = strategy.lightning_module_state_dict()  # under zero_offload the master weights
     optimizers = strategy.optimizers
-    trained = {p: bits_of(each, p) for each in optimizers for p in parameters_of(each) if p.requires_grad}
-    named = {name: trained[p] for name, p in module.named_parameters() if p in trained}
-    for name, value in weights.items():  # where the strategy has the master weights
-        if name in named and isinstance(value, Tensor):
-            named[name] = max(named[name], 8 * value.element_size())
-    return Source(type(module).__name__, weights, masters_of(module, optimizers), named or None)
+    held = {p: each for each in optimizers for p in parameters_of(each) if p.requires_grad}
+    trained = {}
+    for name, p in module.named_parameters():
+        if p in held and name in weights:
+            split = isinstance(held[p], SplitOptimizer)
+            trained[name] = bits_of(held[p], p) if split else 8 * weights[name].element_size()
+    return Source(type(module).__name__, weights, masters_of(module, optimizers), trained or None)
 
 
 def _of_file(path: Path) -> Source:
@@ -132,7 +134,8 @@ def _of_file(path: Path) -> Source:
             if name not in weights:
                 continue
             if parameter["trained"]:
-                trained[name] = parameter["bits"] if correction is not None else 8 * weights[name].element_size()
+                narrow = correction is None and _is_narrow(weights[name])  # saved without its states
+                trained[name] = 16 if narrow else parameter["bits"]
             if correction is not None:
                 masters[name] = partial(joined, weights[name], correction)
     return Source(str(path), weights, masters, trained or None)
@@ -179,16 +182,15 @@ def _converted(value: Any, master: Callable[[], Tensor] | None, dtype: torch.dty
 
 
 def _require_full(source: Source) -> None:
-    narrow = [name for name, value in source.weights.items() if _is_narrow(value)]
     if source.trained is not None:
-        names: Iterable[str] = [name for name in narrow if source.trained.get(name, 32) <= 16]
+        names = [name for name, bits in source.trained.items() if bits <= 16]
     else:  # whether they were trained is unknown: a frozen part may be narrow
-        names = narrow if len(narrow) == sum(map(_is_floating, source.weights.values())) else []
-    if names := list(names):
-        kind = str(source.weights[names[0]].dtype).removeprefix("torch.")
+        floating = [name for name, value in source.weights.items() if _is_floating(value)]
+        names = floating if all(_is_narrow(source.weights[name]) for name in floating) else []
+    if names:
         raise CheckpointError(
-            f"{source.name}: dtype=fp32, but {_listed(names)} have 16 bits ({kind}), without corrections; write"
-            " dtype=bf16 (--dtype bf16), or export from a checkpoint of compact that has its optimizer states"
+            f"{source.name}: dtype=fp32, but {_listed(names)} have 16 bits, and no corrections; write dtype=bf16"
+            " (--dtype bf16), or export from a checkpoint of compact that has its optimizer states"
         )
 
 

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.any_device
 
 Make = Callable[..., Any]
 WIDTH = 64
+FP32 = "checkpoint_weights=fp32"
 
 
 class Tied(nn.Module):
@@ -232,6 +233,7 @@ def test_output_is_whole_or_absent_and_not_replaced(tmp_path: Path, monkeypatch:
     [
         ("compact", [], True),  # no corrections in the file
         ("compact", ["callback.compact_states.master_bits=16-stochastic"], False),
+        ("compact", [f"callback.compact_states.{each}" for each in ("master_bits=16-stochastic", FP32)], False),
         ("baseline", ["precision=bf16-true"], False),
     ],
     ids=str,
@@ -242,7 +244,7 @@ def test_fp32_of_sixteen_bits_is_refused(
     trainer = fitted(make_trainer, preset, overrides)
     file = saved(trainer, tmp_path / "saved.ckpt", weights_only=weights_only)
     for source in [file] if weights_only else [file, trainer.lightning_module]:
-        with pytest.raises(CheckpointError, match=mentions("fp32", "net.", "16 bits (bfloat16)", "--dtype bf16")):
+        with pytest.raises(CheckpointError, match=mentions("fp32", "net.", "16 bits", "--dtype bf16")):
             solo.export_weights(source)
         assert solo.export_weights(source, "bf16")["net.first.weight"].dtype == torch.bfloat16
 
