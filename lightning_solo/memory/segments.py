@@ -77,14 +77,14 @@ def why_not_expandable() -> str | None:
     """
     if are_expandable() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
-    write = "write PYTORCH_ALLOC_CONF=expandable_segments:True before the command"
-    if torch.cuda.get_allocator_backend() != "native":
-        return f"the allocator is {torch.cuda.get_allocator_backend()}, which has no segments; {write}"
     ordinary = [segment for segment in _snapshot() if not segment.get("is_expandable")]
     used = sum(segment["active_size"] for segment in ordinary)
     if not used:
         return None
-    return f"CUDA has started, and {format_bytes(used)} are in use in segments that can't grow; {write}"
+    return (
+        f"CUDA has started, and {format_bytes(used)} are in use in segments that can't grow; write"
+        " PYTORCH_ALLOC_CONF=expandable_segments:True before the command"
+    )
 
 
 @contextmanager

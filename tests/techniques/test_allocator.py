@@ -179,6 +179,13 @@ def test_memory_on_the_device_is_refused_by_name(home: Any, make_trainer: Any) -
     del kept
 
 
+@pytest.mark.gpu
+def test_allocator_without_segments_is_refused(home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with pytest.raises(CapabilityError, match=mentions("cudaMallocAsync", "PYTORCH_ALLOC_CONF")):
+        make_trainer(home, **GPU, callbacks=[Allocator()]).fit(regression(home), loader(2))
+
+
 def test_environment_variable_does_the_same() -> None:
     """The remedy of the refusal: nothing is left to switch."""
     script = "from lightning_solo.memory.segments import are_expandable; raise SystemExit(not are_expandable())"

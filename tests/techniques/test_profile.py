@@ -166,7 +166,7 @@ def test_manual_optimization_is_timed_by_phase(
     logger = home.loggers.CSVLogger(str(tmp_path), name="", version="")
     profile = Profile(steps=0, every_n_steps=1)
     make_trainer(home, logger=logger, log_every_n_steps=1, callbacks=[profile]).fit(module, loader(3))
-    assert [tuple(row[f"profile/{phase}_s"] for phase in PHASES) for row in logged(tmp_path)] == [(6, 10, 4)] * 3
+    assert [tuple(row[f"profile/{phase}_s"] for phase in PHASES) for row in logged(tmp_path)] == [(3, 5, 2)] * 3
 
 
 def test_phases_are_timed_on_the_device(home: Any, make_trainer: Any, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_inner_phases_do_not_count_in_outer_ones(monkeypatch: pytest.MonkeyPatch
             clock.add(4)
         times.end("optimizer_step")
         clock.add(1000)
-        times.end_batch(stepped=True)
+        times.end_batch(steps=1)
     assert times.take() == {"forward": 7, "backward": 10, "optimizer_step": 100}
     assert times.take() == {}
 
@@ -278,6 +278,24 @@ def test_fit_that_ends_early_writes_what_there_is(home: Any, make_trainer: Any, 
     profile = Profile(skip_steps=9, steps=2)
     make_trainer(home, callbacks=[profile]).fit(regression(home), loader(5))
     assert profile.path is None
+
+
+def test_steps_of_manual_optimization_are_counted_by_batch(home: Any, make_trainer: Any) -> None:
+    module = regression(home)
+    stock = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> None:
+        for _ in range(2):
+            module.optimizers().zero_grad()
+            module.manual_backward(stock(batch, batch_idx))
+            module.optimizers().step()
+
+    module.automatic_optimization, module.training_step = False, training_step
+    profile = Profile(skip_steps=4, steps=2)
+    make_trainer(home, callbacks=[profile]).fit(module, loader(6))
+    assert profile.path is not None
+    assert profile.path.name == "steps-7-10.json.gz"  # two batches, after two and one to warm up
+    assert names(profile.path).count(f"{MODULE}net.head") == 4
 
 
 # --- refused ---

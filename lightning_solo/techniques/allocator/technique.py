@@ -82,13 +82,19 @@ class Allocator(Callback, Settings):
         """Make segments expandable, before the weights are on the device.
 
         Raises:
-            CapabilityError: the run is not on a CUDA device, or memory is in ordinary segments already.
+            CapabilityError: the run is not on a CUDA device, its allocator has no segments, or memory is in ordinary
+                segments already.
         """
         device = trainer.strategy.root_device
         if device.type != "cuda":
             raise CapabilityError(
                 f"allocator needs a CUDA device, and this run is on {device}, whose memory has no caching allocator;"
                 " leave it out, and write memory_logger for the memory of the process"
+            )
+        if (backend := torch.cuda.get_allocator_backend()) != "native":
+            raise CapabilityError(
+                f"allocator: torch's allocator is {backend}, which has no segments; leave the callback out, or remove"
+                f" backend:{backend} from PYTORCH_ALLOC_CONF"
             )
         self._start(device)
         if not self.expandable_segments:
@@ -108,7 +114,8 @@ class Allocator(Callback, Settings):
     ) -> None:
         """Log if this optimizer step is due."""
         step = trainer.global_step
-        if self._device is not None and step != self._step and step % self.every_n_steps == 0:
+        # not a multiple: under manual optimization a batch may have several optimizer steps
+        if self._device is not None and step - self._step >= self.every_n_steps:
             self._log(trainer, self._device)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -28,7 +28,7 @@ class PhaseTimes:
         self._open: list[str] = []
         self._since: Any = None
         self._parts: list[tuple[str, Any, Any]] = []  # phase, begin and end, of this optimizer step
-        self._steps: deque[list[tuple[str, Any, Any]]] = deque()
+        self._finished: deque[tuple[int, list[tuple[str, Any, Any]]]] = deque()  # optimizer steps of a batch, parts
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -50,24 +50,27 @@ class PhaseTimes:
             self._cut()
             self._open.pop()
 
-    def end_batch(self, *, stepped: bool, keep: bool = True) -> None:
-        """End all phases, and with ``stepped`` an optimizer step, which counts if ``keep``."""
+    def end_batch(self, *, steps: int, keep: bool = True) -> None:
+        """End all phases; after optimizer ``steps`` the times since the last count, without ``keep`` they don't."""
         self._cut()
         self._open.clear()
-        if stepped:
+        if steps:
             if keep and self._parts:
-                self._steps.append(self._parts)
+                self._finished.append((steps, self._parts))
             self._parts = []
 
     def take(self) -> dict[str, float]:
-        """Return the mean seconds of each phase over the steps since the last call that the device has finished."""
-        finished = []
-        while self._steps and (not self._cuda or self._steps[0][-1][2].query()):
-            finished.append(self._steps.popleft())
-        seconds = dict.fromkeys(PHASES, 0.0)
-        for phase, begin, end in (part for step in finished for part in step):
-            seconds[phase] += begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
-        return {phase: total / len(finished) for phase, total in seconds.items() if finished}
+        """Return the mean seconds of each phase over the optimizer steps since the last call.
+
+        Steps that the device hasn't finished are left for the next call.
+        """
+        count, seconds = 0, dict.fromkeys(PHASES, 0.0)
+        while self._finished and (not self._cuda or self._finished[0][1][-1][2].query()):
+            steps, parts = self._finished.popleft()
+            count += steps
+            for phase, begin, end in parts:
+                seconds[phase] += begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
+        return {phase: total / count for phase, total in seconds.items() if count}
 
     def _cut(self) -> None:
         now: Any = time.perf_counter()

@@ -51,6 +51,7 @@ class Profile(Technique, Settings):
         self._root: Path | None = None
         self._begun = False  # whether the profiler was started in this fit
         self._first = self._step = self._logged = 0  # optimizer steps: before the fit, the last one, the last logged
+        self._traced_from = 0  # first optimizer step of the trace; 0 while the profiler warms up
 
     # --- when ---
 
@@ -68,7 +69,7 @@ class Profile(Technique, Settings):
                 "profile and Trainer(profiler=PyTorchProfiler): torch has one profiler at a time; leave one of them out"
                 " (callback.profile.steps=0 keeps the logged times)"
             )
-        self.path, self.breakdown, self._begun = None, None, False
+        self.path, self.breakdown, self._begun, self._traced_from = None, None, False, 0
         self._root = path_below_logs(trainer, self.folder, "profile.folder", "the tables are in the log")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -85,7 +86,7 @@ class Profile(Technique, Settings):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start the profiler a step before the first traced one."""
         done = trainer.global_step - self._first
-        if self.steps and done == self.skip_steps - 1 and not self._begun:
+        if self.steps and done >= self.skip_steps - 1 and not self._begun:
             self._start(trainer, pl_module)
 
     def training_step(self, ctx: Run, proceed: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,11 +112,13 @@ class Profile(Technique, Settings):
         """End the phases, and log if this optimizer step is due."""
         if self._times is None:
             return
-        stepped, self._step = trainer.global_step != self._step, trainer.global_step
-        self._times.end_batch(stepped=stepped, keep=self._profiler is None)
-        if stepped and self._step % self.every_n_steps == 0:
+        steps, self._step = trainer.global_step - self._step, trainer.global_step
+        self._times.end_batch(steps=steps, keep=self._profiler is None)
+        # not a multiple: under manual optimization a batch may have several optimizer steps
+        if self._step - self._logged >= self.every_n_steps:
             self._log(trainer, self._times)
-        if stepped and self._profiler is not None:
+        if steps and self._profiler is not None:
+            self._traced_from = self._traced_from or self._step + 1
             self._profiler.step()
             if self.breakdown is not None:
                 self._stop()
@@ -155,8 +158,7 @@ class Profile(Technique, Settings):
     def _keep(self, profiler: Any) -> None:
         """Write the trace and its tables."""
         self.breakdown = breakdown = Breakdown.of(profiler.events())
-        first = self._first + self.skip_steps + 1
-        last = max(self._step, first)
+        first, last = self._traced_from, max(self._step, self._traced_from)
         text = f"profile: optimizer steps {first} to {last}"
         if breakdown.idle is not None:
             text += f"; the device waited for the host {breakdown.idle:.1%} of the time"
