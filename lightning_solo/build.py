@@ -48,12 +48,12 @@ def trainer_arguments(
         arguments["accelerator"] = "cuda"
     if configuration.strategy is not None:
         arguments["strategy"] = built(configuration.strategy, lightning)
-    ours = build_callbacks(configuration)
+    ours = {part.option: built(part) for part in configuration.parts if part.option != "strategy"}
     for index, callback in enumerate(callbacks):
         _of_kind(callback, "callback", f"callbacks[{index}]")
     _refuse_twice(ours, callbacks)
     advise = functools.partial(presets_that_fit, check=functools.partial(check_machine, lightning=lightning))
-    arguments["callbacks"] = [PresetGuard(arguments, advise, configuration.summary), *ours, *callbacks]
+    arguments["callbacks"] = [PresetGuard(arguments, advise, configuration.summary), *ours.values(), *callbacks]
     return arguments
 
 
@@ -121,12 +121,12 @@ def _of_kind(thing: Any, kind: str, option: str) -> Any:
     return thing
 
 
-def _refuse_twice(ours: Sequence[Any], theirs: Sequence[Any]) -> None:
+def _refuse_twice(ours: Mapping[str, Any], theirs: Sequence[Any]) -> None:
     kinds = {type(callback) for callback in theirs}
-    for callback in ours:
+    for option, callback in ours.items():
         if type(callback) in kinds:
             name = type(callback).__name__
             raise ConflictError(
-                f"callbacks=[{name}(...)] and the preset's own {name}: keep one; "
-                f"the override ~callback.<its name> removes the preset's"
+                f"callbacks=[{name}(...)] and the preset's own {name}: keep one; the override ~{option} removes the"
+                " preset's"
             )

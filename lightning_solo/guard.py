@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lightning_solo.attributes import replaced
+from lightning_solo.checkpoint_files import loaded
 from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
 from lightning_solo.optim.adamw_state_dict import require_plain_states, unmarked
 from lightning_solo.optim.window_gradients import warn_of_dropped_window
+from lightning_solo.presets.parse import contradiction
 from lightning_solo.seams.run import warn_of_short_epoch
 
 log = logging.getLogger(__name__)
@@ -44,25 +49,24 @@ class PresetGuard(Callback):
         self._factor = 1  # batches per optimizer step without the preset
         self._samples: int | None = None  # of the first batch
         self._is_first = False  # until the first backward of a fit
+        self._undo = ExitStack()
         self._window_loaded = False  # whether the checkpoint of this run has released gradients of an open window
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a Trainer whose arguments differ from the preset's.
+        """Refuse a Trainer whose arguments differ from the preset's, and, when it is read, a damaged checkpoint.
 
         Raises:
             ConflictError: the Trainer got another value; names both and the remedy.
             CapabilityError: the preset needs a CUDA device, and the Trainer runs on another one.
         """
         self._window_loaded = False  # of another run of this Trainer
+        self._undo.close()
         self._is_first = trainer.state.fn == "fit"
         self._factor = 1 if "accumulate_grad_batches" in self.promised else trainer.accumulate_grad_batches
         for name, value, actual in self._differences(trainer):
             if name == "devices":
                 raise ConflictError(f"Trainer(devices={actual}): lightning-solo is for one device, devices=1")
-            raise ConflictError(
-                f"the preset sets {name}={value!r}, but the Trainer got {actual!r}; drop {name} from "
-                f"the Trainer's arguments, or set it in the preset: overrides=['{name}={actual}']"
-            )
+            raise ConflictError(contradiction(name, actual, value))
         device = trainer.strategy.root_device.type
         if self.promised.get("accelerator") == "cuda" and device != "cuda":
             raise CapabilityError(
@@ -70,6 +74,12 @@ class PresetGuard(Callback):
             )
         if self.summary and self._is_first:
             rank_zero_info(f"lightning-solo: {self.summary}")
+        load = partial(loaded, trainer.strategy.load_checkpoint)
+        self._undo.enter_context(replaced(trainer.strategy, "load_checkpoint", load))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Restore the strategy's method."""
+        self._undo.close()
 
     def _differences(self, trainer: Any) -> Iterator[tuple[str, Any, Any]]:
         """Yield (name, promised value, the Trainer's value) of each argument that differs."""
@@ -122,6 +132,7 @@ class PresetGuard(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Add the presets that would fit to the message of a BudgetError."""
+        self._undo.close()
         if self._advise is None or not isinstance(exception, BudgetError):
             return
         try:

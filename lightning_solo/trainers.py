@@ -13,7 +13,7 @@ from lightning_solo.build import HOMES
 from lightning_solo.cards.arguments import check_arguments
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.presets.compose import Preset
-from lightning_solo.presets.parse import PRECISIONS, refuse_foreign_targets
+from lightning_solo.presets.parse import PRECISIONS, contradiction, refuse_foreign_targets
 from lightning_solo.presets.signature import parameters_of_class
 from lightning_solo.presets.targets import instantiate
 
@@ -101,10 +101,7 @@ def merged(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConflictError(f"trainer.devices={value!r}: a preset trains on one device; write devices=1")
             arguments[name] = value
         elif (name, value, ours[name]) != ("accelerator", "gpu", "cuda"):
-            raise ConflictError(
-                f"trainer.{name}={value!r}, but the preset sets {name}={ours[name]!r}: drop {name} from the Trainer's"
-                f" configuration, or give the preset the override {name}={value}"
-            )
+            raise ConflictError(contradiction(name, value, ours[name]))
     return arguments
 
 

@@ -36,9 +36,9 @@ def test_lets_through_what_was_promised(home: ModuleType, make_trainer: Callable
 @pytest.mark.parametrize(
     ("promised", "words"),
     [
-        ({"precision": "bf16-mixed"}, ["precision='bf16-mixed', ", "'32-true'"]),
-        ({"accumulate_grad_batches": 4}, ["accumulate_grad_batches=4, ", " 1"]),
-        ({"strategy": object()}, ["sets strategy="]),
+        ({"precision": "bf16-mixed"}, ["precision='bf16-mixed'", "overrides=['precision=32-true']"]),
+        ({"accumulate_grad_batches": 4}, ["accumulate_grad_batches=4", "overrides=['accumulate_grad_batches=1']"]),
+        ({"strategy": object()}, ["strategy=object", "strategy=SingleDeviceStrategy", "overrides=['~strategy']"]),
         ({"devices": 2}, ["one device"]),
     ],
 )
@@ -54,6 +54,24 @@ def test_gpu_precision_is_refused_on_another_device(home: ModuleType, make_train
     trainer = make_trainer(home, callbacks=[PresetGuard({"accelerator": "cuda"})])
     with pytest.raises(CapabilityError, match=mentions("CUDA", "cpu")):
         fit(home, trainer)
+
+
+# --- a damaged checkpoint ---
+
+
+@pytest.mark.parametrize("preset", ["bf16", "gradient_release"])
+def test_damaged_checkpoint_is_named_with_the_others(
+    preset: str, home: ModuleType, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    save(home, make_trainer, preset, tmp_path / "whole.ckpt")
+    (tmp_path / "saved.ckpt").write_bytes((tmp_path / "whole.ckpt").read_bytes()[:999])
+    trainer = make_trainer(home, **solo.trainer_kwargs(preset, lightning=home.__name__), max_epochs=2)
+    with pytest.raises(CheckpointError, match=mentions("saved.ckpt is damaged", "whole.ckpt", "ckpt_path=")):
+        trainer.fit(regression(home), loader(2), ckpt_path=tmp_path / "saved.ckpt", weights_only=True)
+    assert "load_checkpoint" not in vars(trainer.strategy)
+    trainer.fit(regression(home), loader(2), ckpt_path=tmp_path / "whole.ckpt", weights_only=True)
+    assert trainer.global_step == 4
+    assert "load_checkpoint" not in vars(trainer.strategy)
 
 
 # --- a checkpoint of another layout ---

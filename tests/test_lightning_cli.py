@@ -101,7 +101,7 @@ def test_callbacks_of_both_act(run: Any) -> None:
 REFUSED = [
     (
         ["--solo=compact", "--trainer.precision=16-mixed"],
-        ("trainer.precision='16-mixed'", "override precision=16-mixed"),
+        ("trainer.precision='16-mixed'", "overrides=['precision=16-mixed']"),
     ),
     (["--solo=compact", "--trainer.devices=2"], ("trainer.devices", "devices=1")),
     (["--solo=compcat"], (nearest("compact"),)),

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import pytorch_lightning
+from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 
 import lightning_solo as solo
@@ -72,7 +73,11 @@ def test_same_value_in_both_is_taken(arguments: dict[str, Any], preset: Any) -> 
 
 
 DIFFER = [
-    ({"precision": "16-mixed"}, "bf16", ("trainer.precision='16-mixed'", "bf16-mixed", "override precision=16-mixed")),
+    (
+        {"precision": "16-mixed"},
+        "bf16",
+        ("trainer.precision='16-mixed'", "bf16-mixed", "overrides=['precision=16-mixed']"),
+    ),
     ({"devices": 2}, "compact", ("trainer.devices=2", "devices=1")),
     ({"devices": [0, 1]}, "compact", ("trainer.devices=[0, 1]", "devices=1")),
     ({"accumulate_grad_batches": 2}, {"accumulate_grad_batches": 4}, ("accumulate_grad_batches=2", "drop")),
@@ -89,9 +94,18 @@ def test_different_values_are_refused(arguments: dict[str, Any], preset: Any, wo
 
 def test_remedy_of_a_refusal_works() -> None:
     config = {**QUIET, "precision": "32-true"}
-    with pytest.raises(ConflictError, match="override precision=32-true"):
+    with pytest.raises(ConflictError, match=mentions("overrides=['precision=32-true']")):
         solo.trainer(config, "bf16")
     assert solo.trainer(config, "bf16", ["precision=32-true"]).precision == "32-true"
+
+
+def test_strategy_is_named_by_its_class() -> None:
+    preset, allow = {"strategy": {"_target_": "lightning.pytorch.strategies.SingleDeviceStrategy"}}, ["lightning"]
+    words = mentions("trainer.strategy=DDPStrategy", "strategy=SingleDeviceStrategy", "overrides=['~strategy']")
+    with pytest.raises(ConflictError, match=words) as caught:
+        solo.trainer(QUIET, preset, allow=allow, strategy=DDPStrategy())
+    assert " at 0x" not in str(caught.value)
+    assert isinstance(solo.trainer(QUIET, preset, ["~strategy"], allow=allow, strategy=DDPStrategy()), L.Trainer)
 
 
 REFUSED = [

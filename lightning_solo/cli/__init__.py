@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from lightning_solo.cli.spelling import on_command_line
 from lightning_solo.errors import SoloError, nearest
 
 INTERRUPTED = 130
@@ -66,7 +67,7 @@ def _show_warning(
     """Print a warning; name the source file only if it belongs to another package."""
     ours = os.sep + "lightning_solo" + os.sep in filename
     where = "" if ours else f"{filename}: "
-    print(f"lightning-solo: {where}{category.__name__}: {message}", file=sys.stderr)
+    print(f"lightning-solo: {where}{category.__name__}: {on_command_line(str(message))}", file=sys.stderr)
 
 
 def _usage() -> str:
@@ -76,5 +77,5 @@ def _usage() -> str:
 
 def refuse(message: str) -> NoReturn:
     """Print the reason for a refusal, and exit with 2."""
-    print(f"lightning-solo: {message}", file=sys.stderr)
+    print(f"lightning-solo: {on_command_line(message)}", file=sys.stderr)
     raise SystemExit(2)

@@ -31,6 +31,7 @@ from lightning_solo.presets.compose import (
     check_combination,
     chosen_in,
     compose,
+    explained,
     hydra_of_our_own,
     to_plain,
 )
@@ -358,7 +359,7 @@ def refusal(error: Exception, overrides: Sequence[str]) -> SoloError:
         _refuse(overrides)
     except SoloError as ours:
         return ours
-    return PresetError(str(error))
+    return PresetError(explained(error))
 
 
 def _refuse(overrides: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lightning_solo.cli.spelling import on_command_line
 from lightning_solo.errors import CapabilityError, PresetError, SoloError
 from lightning_solo.machine import PACKAGES, cxx_compiler, host_memory, ninja_executable, nvidia_driver, versions
 from lightning_solo.presets.compose import compose
@@ -116,5 +117,5 @@ def lacks(preset: str) -> str | None:
     try:
         check_machine(compose(preset))
     except SoloError as error:
-        return str(error)
+        return on_command_line(str(error))
     return None

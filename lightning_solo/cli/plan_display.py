@@ -13,6 +13,7 @@ from rich.text import Text
 
 from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.ladder_line import batch_argument, with_batch
+from lightning_solo.cli.spelling import on_command_line
 from lightning_solo.cli.terminal import print_lines, table_console
 from lightning_solo.errors import SoloError
 from lightning_solo.planner.calibration import Readings
@@ -81,7 +82,7 @@ def print_plans(plans: Sequence[Plan], failed: Mapping[str, SoloError], notes: S
         print_lines(console, [*assumptions(plans), *notes, *shortages(plans)])
     names_by_error: dict[str, list[str]] = {}
     for name, error in failed.items():
-        names_by_error.setdefault(str(error), []).append(name)
+        names_by_error.setdefault(on_command_line(str(error)), []).append(name)
     print_lines(console, [f"{', '.join(names)}: not planned: {error}" for error, names in names_by_error.items()])
     print_lines(console, [advice], style="bold")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.atomic_files import write_json
+from lightning_solo.checkpoint_files import refuse_damaged
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.machine import VERSIONS, versions
 from lightning_solo.presets import old_spellings
@@ -62,7 +62,7 @@ class RunFolder:
             )
         if cfg.resume == "auto":
             self._refuse_changes(cfg)
-        self._refuse_damaged()
+        refuse_damaged(self.last, "run=...")
         return str(self.last)
 
     def _refuse_changes(self, cfg: DictConfig) -> None:
@@ -80,19 +80,4 @@ class RunFolder:
             raise ConflictError(
                 f"resume=auto: {self.path} has another configuration:{''.join(changed)}\n"
                 f"give the former values, or write resume=override to resume with the new ones"
-            )
-
-    def _refuse_damaged(self) -> None:
-        if self.last.is_dir():  # DeepSpeed's layout; its engine checks it
-            return
-        try:
-            with zipfile.ZipFile(self.last) as archive:
-                damaged = archive.testzip()
-        except (zipfile.BadZipFile, OSError) as error:
-            damaged = str(error)
-        if damaged:
-            others = sorted(p for p in self.last.parent.glob("*.ckpt") if p != self.last)
-            beside = f"; other checkpoints here: {', '.join(p.name for p in others)}" if others else ""
-            raise CheckpointError(
-                f"{self.last} is damaged ({damaged}){beside}; replace it, or start another run: run=..."
             )

@@ -39,6 +39,7 @@ from lightning_solo.cli.command_line import (
     split,
 )
 from lightning_solo.cli.run_folder import RunFolder
+from lightning_solo.cli.spelling import on_command_line
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.files import conf_folder
@@ -77,7 +78,9 @@ def _job(cfg: DictConfig, checked: CheckedConfig | None = None) -> float | None:
     except SoloError as error:
         if HydraConfig.get().mode == RunMode.RUN:
             refuse(str(error))
-        raise CompactHydraException(str(error)) from None  # the sweep continues; Hydra prints this kind without a trace
+        raise CompactHydraException(
+            on_command_line(str(error))
+        ) from None  # the sweep continues; Hydra prints this kind without a trace
 
 
 def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -> float | None:

@@ -25,7 +25,8 @@ def require_own_batches(loader: Any, choice: str) -> None:
         ConflictError: names the loader, data set or sampler that prevents it, and the remedy.
     """
     if reason := _own_batches_missing(loader):
-        raise ConflictError(f"{choice} and {reason}, or remove {choice}")
+        removal = f"write ~{choice}" if choice.startswith("callback.") else f"leave {choice} out"
+        raise ConflictError(f"{choice} and {reason}, or {removal}")
 
 
 def _own_batches_missing(loader: Any) -> str | None:

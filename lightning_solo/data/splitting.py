@@ -15,11 +15,13 @@ BatchDim = int | Mapping[str, int | None]
 """The batch dimension of all tensors, or of each by its path: ``{"x": 1, "graph.mask": None}``; None: shared."""
 
 
-_SPLIT = "write callback.micro_batching.split=a function of (batch, size) that returns a list of (part, its samples)"
+_SPLIT = "split=f in Python, with f(batch, size) that returns a list of (part, its samples)"
 
 
 def _dim_of(path: str, batch_dim: BatchDim) -> int | None:
-    return batch_dim.get(path, 0) if isinstance(batch_dim, Mapping) else batch_dim
+    if not isinstance(batch_dim, Mapping):
+        return batch_dim
+    return next((dim for key, dim in batch_dim.items() if str(key) == path), 0)  # an index is a number in an override
 
 
 def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
@@ -34,49 +36,70 @@ def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
         ConflictError: no tensor has a batch dimension, lengths differ, an object hides its tensors, or ``batch_dim``
             names a missing path; names them, and the remedy.
     """
-    batch_leaves = list(leaves(batch))
-    paths = [path for path, _ in batch_leaves]
+    found = dict(leaves(batch))
     for path in batch_dim if isinstance(batch_dim, Mapping) else ():
-        if path not in paths:
+        if str(path) not in found:
             raise ConflictError(
-                f"callback.micro_batching.batch_dim: nothing in the batch has the path {path!r}"
-                f"{nearest(path, paths)}there are {', '.join(paths)}"
+                f"callback.micro_batching.batch_dim: nothing in the batch has the path {str(path)!r}"
+                f"{nearest(str(path), found)}there are {', '.join(found)}"
             )
-    lengths: dict[int, list[str]] = {}
-    for path, leaf in batch_leaves:
+    lengths: dict[int | None, dict[str, tuple[int, ...]]] = {}
+    for path, leaf in found.items():
         dim, shape = _dim_of(path, batch_dim), _shape(leaf)
         if dim is None or shape == ():
             continue
-        if shape is None:
-            if next(tensors_of(leaf), None) is not None:
-                raise ConflictError(
-                    f"micro-batches: a {type(leaf).__name__}{f' at {path}' if path else ''} can't be split; {_SPLIT}"
-                )
-        elif -len(shape) <= dim < len(shape):
-            lengths.setdefault(shape[dim], []).append(f"{path or 'the batch'} {shape}")
-        else:
+        if shape is not None:
+            length = shape[dim] if -len(shape) <= dim < len(shape) else None
+            lengths.setdefault(length, {})[path] = shape
+        elif next(tensors_of(leaf), None) is not None:
             raise ConflictError(
-                f"callback.micro_batching.batch_dim={dim}, but {path or 'the batch'} has the shape {shape};"
-                f" {_remedy(path)}"
+                f"micro-batches: a {type(leaf).__name__}{f' at {path}' if path else ''} can't be split; write {_SPLIT}"
             )
     if not lengths:
         raise ConflictError(
-            f"micro-batches: a {type(batch).__name__} without a tensor that has a batch dimension can't be split;"
+            f"micro-batches: a {type(batch).__name__} without a tensor that has a batch dimension can't be split; write"
             f" {_SPLIT}"
         )
+    if len(lengths) > 1 or None in lengths:
+        named = []
+        for length, shapes in lengths.items():
+            listed = ", ".join(f"{path or 'the batch'} {shape}" for path, shape in shapes.items())
+            named.append(f"{'no such dimension' if length is None else length}: {listed}")
+        dims = {path: _dim_of(path, batch_dim) for path in found}
+        raise ConflictError(
+            f"micro-batches: callback.micro_batching.batch_dim={_written(batch_dim)} has several lengths,"
+            f" {'; '.join(named)}; write {' or '.join(_remedies(lengths, dims))}"
+        )
+    return next(length for length in lengths if length is not None)
+
+
+def _remedies(lengths: Mapping[int | None, Mapping[str, tuple[int, ...]]], dims: Mapping[str, int | None]) -> list[str]:
+    """Return the settings that split a batch whose tensors have several lengths along ``dims``, most likely first."""
+    shapes = {path: shape for each in lengths.values() for path, shape in each.items()}
+    dims = {path: dim for path, dim in dims.items() if dim is None or path in shapes}
+    usual = sorted(lengths, key=lambda length: 0 if length is None else -len(lengths[length]))
+    remedies = []
+    for samples in (*usual, *(n for shape in shapes.values() for n in shape)):
+        kept = lengths.get(samples, {})
+        others = {path: shape.index(samples) for path, shape in shapes.items() if path not in kept and samples in shape}
+        if samples is not None and len(kept) + len(others) == len(
+            shapes
+        ):  # all tensors have a dimension of this length
+            remedies.append(f"callback.micro_batching.batch_dim={_written({**dims, **others})}")
+            break
     if len(lengths) > 1:
-        named = "; ".join(f"{length}: {', '.join(paths)}" for length, paths in lengths.items())
-        rarest = min(lengths.values(), key=len)[0].partition(" ")[0]
-        raise ConflictError(f"micro-batches: the batch dimension has several lengths, {named}; {_remedy(rarest)}")
-    return next(iter(lengths))
+        shared = [path for path in shapes if path not in lengths[usual[0]]]
+        written = _written({**dims, **dict.fromkeys(shared)})
+        remedies.append(f"callback.micro_batching.batch_dim={written} to share {', '.join(shared)}")
+    return [*remedies, _SPLIT]
 
 
-def _remedy(path: str) -> str:
-    return (
-        f"write callback.micro_batching.batch_dim={{{path or 'x'}: 1}} for another dimension,"
-        f" callback.micro_batching.batch_dim={{{path or 'x'}: null}} for a tensor that all samples share, or"
-        f" {_SPLIT.removeprefix('write ')}"
-    )
+def _written(batch_dim: BatchDim) -> str:
+    """Return batch dimensions as an override's value; the first dimension is the default."""
+    if not isinstance(batch_dim, Mapping):
+        return str(batch_dim)
+    parts = [f"{path}:{'null' if dim is None else dim}" for path, dim in batch_dim.items() if dim != 0]
+    return f"{{{','.join(parts)}}}" if parts else "0"
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:

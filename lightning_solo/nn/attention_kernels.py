@@ -168,8 +168,8 @@ def sdpa_in_transformers(module: nn.Module) -> Iterator[list[str]]:
 
 def _refusal_text(unusable: dict[str, str], device: str) -> str:
     why = "; ".join(f"{name}: {reason}" for name, reason in unusable.items())
-    usable = ", ".join(name for name in KERNELS if name not in unusable)
+    usable = [name for name in KERNELS if name not in unusable]
     return (
-        f"attention: no enabled kernel can compute this call on {device} ({why}); these can: {usable}; write one of"
-        " them, or kernel: auto"
+        f"attention: no enabled kernel can compute this call on {device} ({why}); these can: {', '.join(usable)}; write"
+        f" {' or '.join(f'callback.attention.kernel={name}' for name in (*usable, 'auto'))}"
     )

@@ -20,18 +20,20 @@ Build = frozenset[tuple[str, int]]  # a module's structure: (name, dimensions) o
 _GENERIC = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def named_blocks(module: nn.Module, blocks: str | Sequence[str] = "auto") -> dict[str, nn.Module]:
-    """Return qualified name -> block for the setting ``blocks``: ``"auto"``, or class names.
+def named_blocks(
+    module: nn.Module, blocks: str | Sequence[str] = "auto", option: str = "blocks"
+) -> dict[str, nn.Module]:
+    """Return qualified name -> block for the setting ``blocks``: ``"auto"``, or class names; ``option`` is its path.
 
     Raises:
         NothingToDoError: there is no such block; the message lists the candidates.
     """
     if blocks == "auto":
-        return repeated_blocks(module)
+        return repeated_blocks(module, option)
     return blocks_of_class(module, [blocks] if isinstance(blocks, str) else blocks)
 
 
-def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
+def repeated_blocks(module: nn.Module, option: str = "blocks") -> dict[str, nn.Module]:
     """Return qualified name -> repeated block, outermost only, in module order.
 
     Direct children of one module with equal structure are repeated. They need not be adjacent, so alternating kinds are
@@ -46,8 +48,8 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
     blocks = _search(module) or _listed(module)
     if not blocks:
         raise NothingToDoError(
-            f"no repeated blocks in {type(module).__name__}; there are {_listing(module)}; "
-            "write the class names of the modules that are one block each: blocks: [ClassName]"
+            f"no repeated blocks in {type(module).__name__}; there are {_listing(module)}; write the class names of the"
+            f" modules that are one block each: {option}=[ClassName]"
         )
     return _outermost(module, _likeness(blocks))
 
@@ -85,7 +87,7 @@ def feed_forward_parts(module: nn.Module) -> dict[str, nn.Module]:
         raise NothingToDoError(
             f"no feed-forward parts in {type(module).__name__}, of linear layers to a larger width and back; these have"
             f" linear layers: {', '.join(kinds) or 'none'}; write the class names of parts that act on each token"
-            " alone: parts: [ClassName]"
+            " alone: callback.tiled_mlp.parts=[ClassName]"
         )
     return parts
 

@@ -49,7 +49,7 @@ def compile_blocks(blocks: Mapping[str, nn.Module], backend: CountingBackend, dy
         if any(map(is_compiled, block.modules())):
             raise ConflictError(
                 f"regional compilation: {name} is compiled already; remove the module's own torch.compile, compile once"
-                " only, or name other classes, blocks: [ClassName]"
+                " only, or name other classes, callback.regional_compilation.blocks=[ClassName]"
             )
     compiled: dict[Any, Callable[..., Any]] = {}
     for block in blocks.values():

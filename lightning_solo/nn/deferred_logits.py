@@ -70,15 +70,17 @@ def output_heads(module: nn.Module, head: str = AUTO) -> dict[str, nn.Linear]:
         linear = sorted((p for p in names if isinstance(p, nn.Linear)), key=lambda p: p.out_features, reverse=True)
         listing = ", ".join(f"{names[p]} ({p.in_features} -> {p.out_features})" for p in linear[:8])
         raise NothingToDoError(
-            f"chunked cross-entropy: {type(module).__name__} has no output layer "
-            f"{'as language models have' if head == AUTO else repr(head)}; write head: with the name of the linear"
-            f" layer that computes the logits; the largest linear layers are: {listing or 'none'}"
+            f"chunked cross-entropy: {type(module).__name__} has no output layer"
+            f" {'as language models have' if head == AUTO else repr(head)}; write"
+            " callback.chunked_cross_entropy.head=<name of the linear layer that computes the logits>; the largest"
+            f" linear layers are: {listing or 'none'}"
         )
     for part in chosen:
         if type(part).forward is not nn.Linear.forward or "forward" in vars(part):
             raise ConflictError(
                 f"chunked cross-entropy: the head {names[part]!r} is a {type(part).__name__}, which isn't computed as a"
-                " linear layer; write head: with the name of an nn.Linear, or leave this technique out"
+                " linear layer; write callback.chunked_cross_entropy.head=<name of an nn.Linear>, or"
+                " ~callback.chunked_cross_entropy"
             )
     return {names[part]: part for part in chosen}
 
@@ -232,7 +234,7 @@ class DeferredLogits(Tensor):
             if before is not None and before._version != self._before._version_computed:  # type: ignore[union-attr]
                 raise ConflictError(
                     "chunked cross-entropy: logits were changed in place after others were made from them; change"
-                    " them earlier, or leave this technique out"
+                    " them earlier, or write ~callback.chunked_cross_entropy"
                 )
             with torch.set_grad_enabled(self._differentiable):
                 self._logits = self._step(before)
@@ -251,7 +253,7 @@ class DeferredLogits(Tensor):
         return DeferredLogits(self._layer, step, self, **{**now, **changed})
 
 
-_REMEDY = "compute the loss by torch.nn.functional.cross_entropy, or leave this technique out"
+_REMEDY = "compute the loss by torch.nn.functional.cross_entropy, or write ~callback.chunked_cross_entropy"
 
 
 def _refuse_gradient(*_: Tensor) -> None:

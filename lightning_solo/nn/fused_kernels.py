@@ -126,8 +126,8 @@ def _keeps_no_output(layer: nn.Module) -> bool:
 def _refuse_second_derivative() -> None:
     if torch.is_grad_enabled():  # by create_graph=True alone; torch would take the gradient for a constant
         raise GradientError(
-            "fused kernels: their gradients can't be differentiated again; drop create_graph=True, or leave"
-            " callback.fused_kernels out"
+            "fused kernels: their gradients can't be differentiated again; drop create_graph=True, or write"
+            " ~callback.fused_kernels"
         )
 
 
@@ -185,7 +185,7 @@ class _Gated(torch.autograd.Function):
         if ctx.walked:
             raise GradientError(
                 "fused kernels: the first backward of this graph has overwritten its tensors, so a second can't run;"
-                " drop retain_graph=True, or leave callback.fused_kernels out"
+                " drop retain_graph=True, or write ~callback.fused_kernels"
             )
         ctx.walked = ctx.options[1]
         return *ctx.kernels.gated_backward(gradient, *ctx.saved_tensors, *ctx.options), None, None, None

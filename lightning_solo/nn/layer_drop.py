@@ -88,10 +88,10 @@ class SkippedBlocks:
 
     def __init__(self, blocks: Mapping[str, nn.Module], count: int, seed: int) -> None:
         if count >= len(blocks):
-            smaller = f"write count={len(blocks) - 1} or less, or " if len(blocks) > 1 else ""
+            smaller = f"callback.layer_drop.count={len(blocks) - 1} or less, " if len(blocks) > 1 else ""
             raise PresetError(
                 f"layer_drop.count={count}, and {counted(blocks.values())} ({', '.join(blocks)}): at least one has to"
-                f" run; {smaller}name other classes, blocks: [ClassName], or drop layer_drop"
+                f" run; write {smaller}callback.layer_drop.blocks=[ClassName] of other classes, or ~callback.layer_drop"
             )
         self.blocks = dict(blocks)
         self.count = count
@@ -115,7 +115,8 @@ class SkippedBlocks:
             reasons = "; ".join(f"{name} {reason}" for name, reason in {**in_eval, **self.left_out}.items())
             raise NothingToDoError(
                 f"layer_drop.count={self.count}: only {len(able)} of {len(self.blocks)} blocks can be skipped"
-                f" ({reasons}); write a smaller count, or name other classes, blocks: [ClassName]"
+                f" ({reasons}); write a smaller callback.layer_drop.count, or callback.layer_drop.blocks=[ClassName] of"
+                " other classes"
             )
         self.skipped = frozenset(random.Random(f"{self.seed}/{self.draws}").sample(able, self.count))
         self.draws += 1

@@ -74,7 +74,10 @@ class Kept:
         for name in self.names:
             space, _, operator = name.partition(".")
             if not operator or not hasattr(getattr(torch.ops, space), operator):
-                raise PresetError(f"keep: torch has no operator {name!r}; write names such as aten.mm, aten.gelu")
+                raise PresetError(
+                    f"callback.activation_checkpointing.keep: torch has no operator {name!r}; write for example"
+                    " callback.activation_checkpointing.keep=[aten.mm,aten.gelu]"
+                )
 
     def contexts(self) -> Any:
         """Return the contexts of a forward and of its recomputation."""
@@ -204,7 +207,7 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if has_keys:
         raise ConflictError(
             f"activation checkpointing: block {wrap.name!r} gets a key-value cache that already holds keys; "
-            "write use_cache=False, or set callback.activation_checkpointing aside for this model"
+            "write use_cache=False, or ~callback.activation_checkpointing"
         )
     if torch.compiler.is_compiling():
         if wrap.keeps:
@@ -302,7 +305,8 @@ class _Call:
                 if self.wrap.keep is None or "mutated" not in str(error):
                     raise
                 raise self.conflict(
-                    "changes a kept result in place (write keep: nothing, or relu for relu_)"
+                    "changes a kept result in place (write callback.activation_checkpointing.keep=nothing, or relu for"
+                    " relu_)"
                 ) from error
             for module, name, buffer, before in buffers:
                 if not _same(before, module._buffers.get(name, buffer)):
@@ -317,7 +321,7 @@ class _Call:
         kind = type(self.block).__name__
         return ConflictError(
             f"activation checkpointing: block {self.wrap.name!r} ({kind}) {what}; its gradients would be wrong. "
-            f"Write blocks: [...] with classes that don't contain it, not {kind}"
+            f"Write callback.activation_checkpointing.blocks=[ClassName] of classes that don't contain it, not {kind}"
         )
 
 

@@ -20,7 +20,10 @@ from lightning_solo.units import format_bytes
 
 PAGE = 4096
 """Bytes to which regions are aligned, as transfers that bypass the page cache need."""
-_REMEDY = "write folder=<a folder on a local SSD with more room>, or take smaller micro-batches or shorter sequences"
+_REMEDY = (
+    "write callback.activation_offloading.folder=<a folder on a local SSD with more room>, or take smaller"
+    " micro-batches or shorter sequences"
+)
 
 
 def whole_pages(size: int) -> int:

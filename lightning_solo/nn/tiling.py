@@ -42,7 +42,7 @@ class Tiling:
         """Return the error that refuses a part, with the remedy."""
         return ConflictError(
             f"tiled MLP: {self.name!r} ({type(part).__name__}) {what}, so it can't be computed in tiles of tokens;"
-            " write parts: [...] with classes that act on each token alone"
+            " write callback.tiled_mlp.parts=[ClassName] of classes that act on each token alone"
         )
 
 

@@ -18,16 +18,24 @@ from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import ConflictError, PresetError, SoloError
 from lightning_solo.presets.config_source import UNSET, PresetSchema
-from lightning_solo.presets.files import check_file, conf_folder, leaves, preset_files, user_conf_folder, written_fields
-from lightning_solo.presets.overrides import apply_override, is_choice, marks_of, parse_overrides
-from lightning_solo.presets.parse import parse_configuration
+from lightning_solo.presets.files import (
+    check_file,
+    conf_folder,
+    leaves,
+    preset_files,
+    unknown_choice,
+    user_conf_folder,
+    written_fields,
+)
+from lightning_solo.presets.overrides import GROUPS, apply_override, is_choice, marks_of, parse_overrides
+from lightning_solo.presets.parse import parse_configuration, unknown_field
 
 # Hydra 1.3 warns if it is missing, 1.4 if it is passed
 VERSION_BASE: dict[str, str] = {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}
@@ -162,9 +170,22 @@ def _hydra(overrides: Sequence[str], what: str) -> DictConfig:
             with initialize_config_dir(folder, **VERSION_BASE):
                 return hydra_compose(config_name=None, overrides=[*overrides, *WITHOUT_HYDRA])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
-        words = f"{error}{cause}".replace("solo/", "").replace("solo.", "")  # the names that a user of a preset writes
+        words = explained(error).replace("solo/", "").replace("solo.", "")  # the names that a user of a preset writes
         raise PresetError(f"{what}: {words}") from error
+
+
+def explained(error: Exception) -> str:
+    """Return Hydra's message with the remedy if a preset's file has an unknown field, technique or type of value."""
+    place, cause = str(error).partition(":")[0], error.__cause__ or error.__context__
+    if isinstance(error, MissingConfigException):
+        group, _, name = str(error.missing_cfg_file).removeprefix("solo/").rpartition("/")
+        if group in GROUPS:
+            return f"{place.partition(' Could')[0].rstrip('.:')}: {unknown_choice(group, name)}"
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError | ValidationError):
+        field, reason = str(cause.full_key).removeprefix("solo."), str(cause).splitlines()[0]
+        words = f"{field}: {reason}" if isinstance(cause, ValidationError) else unknown_field(field)
+        return f"{place}: {words}"
+    return str(error) if error.__cause__ is None else f"{error} ({error.__cause__})"
 
 
 def _with_values(composed: DictConfig, overrides: Sequence[Override]) -> dict[str, Any]:

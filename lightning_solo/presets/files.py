@@ -170,9 +170,17 @@ def check_choice(group: str, value: object) -> None:
     """
     if group == "strategy" and (message := refusal(value)):
         raise PresetError(message)
+    for name in value if isinstance(value, list) else [value]:
+        if name is not None and name not in _choices(group):
+            raise PresetError(unknown_choice(group, name))
+
+
+def unknown_choice(group: str, name: object) -> str:
+    """Return the message for a callback or strategy that is neither a technique nor a file of the user."""
+    return unknown_name(group, name, group, _choices(group))
+
+
+def _choices(group: str) -> list[str]:
     folders = [*catalogue().folders, user_conf_folder() or Path()]
     files = [path.stem for folder in folders for path in sorted((folder / "solo" / group).glob("*.yaml"))]
-    choices = [*catalogue().group(group), *files]
-    for name in value if isinstance(value, list) else [value]:
-        if name is not None and name not in choices:
-            raise PresetError(unknown_name(group, name, group, choices))
+    return [*catalogue().group(group), *files]

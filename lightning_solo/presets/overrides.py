@@ -56,7 +56,7 @@ def _check(override: Override) -> None:
         raise PresetError(f"override {text!r}: one value at a time; sweeps are for the command line's -m")
     field, value = key.split(".")[0], None if override.is_delete() else override.value()
     if field not in FIELDS:
-        raise PresetError(unknown_field(key, value))
+        raise PresetError(unknown_field(key, value, marks_of(override)))
     if not is_choice(override):
         if override.is_delete() and "=" in text:
             raise PresetError(f"{text!r}: a deletion takes no value; write ~{key}, or ~callback.<name> for a callback")

@@ -14,7 +14,7 @@ from lightning_solo.errors import PresetError, nearest, unknown_name
 from lightning_solo.presets import old_spellings
 from lightning_solo.presets.config_source import FIELDS
 from lightning_solo.presets.devices import budget_bytes, budget_on, device
-from lightning_solo.presets.registry import target_of
+from lightning_solo.presets.registry import NAMES, target_of
 from lightning_solo.presets.signature import parameters
 
 PRECISIONS = {
@@ -32,6 +32,8 @@ PRECISIONS = {
     "transformer-engine-float16": "transformer-engine-float16",
 }
 """Name of a precision that Lightning accepts -> its long form."""
+
+UNKNOWN: Any = object()
 
 
 def parse_configuration(given: Mapping[str, Any], allow: Sequence[str] = ()) -> Configuration:
@@ -110,7 +112,8 @@ def check_node(node: object, option: str, allow: Sequence[str]) -> Mapping[str, 
         raise PresetError(f"{option}={node!r}: must be a mapping of arguments, such as {option}.<argument>=...")
     refuse_foreign_targets(node, option, allow)
     if not ("_target_" in node or "name" in node or "." in option):
-        raise PresetError(f"{option}: no `name`; write {option}=<name> to choose one")
+        names = NAMES.get(option) or catalogue().group(option)
+        raise PresetError(f"{option}: no `name`; write {' or '.join(f'{option}.name={name}' for name in names)}")
     return node
 
 
@@ -172,26 +175,64 @@ def check_object(kind: str, node: object, allow: Sequence[str] = (), given: Sequ
         check_arguments(arguments, parameters(target_of(kind, checked["name"], f"{kind}.name")), kind)
 
 
-def unknown_field(name: str, value: object) -> str:
-    """Return the message for an unknown field of a preset, with the likely meaning and what to write."""
+def unknown_field(name: str, value: object = UNKNOWN, marks: str = "") -> str:
+    """Return the message for an unknown field of a preset, with the likely meaning and what to write.
+
+    ``marks`` are those of an override: ``+``, ``++`` or ``~``.
+    """
+    if marks == "~":
+        given, tail = f"~{name}", ""
+    else:
+        given, tail = (name, "=...") if value is UNKNOWN else (f"{name}={value!r}", f"={written(value)}")
     if name in ("devices", "num_nodes"):
         return (
-            f"{name}={value!r}: lightning-solo trains on one device, devices=1; "
+            f"{given}: lightning-solo trains on one device, devices=1; "
             f"for more than one use Lightning's own strategies ('ddp', 'fsdp') without a preset"
         )
     first, _, rest = name.replace("/", ".").partition(".")
+    if first == "solo" and not rest:
+        return f"{given}: no such field; write the preset's name, or the fields below `solo`, as the preset itself"
     if first == "solo":
-        return f"{name}={value!r}: no such field; the prefix is for the command line, write {rest}={value} here"
+        marks = "+" if rest == "callback" else marks  # a choice adds a callback
+        return f"{given}: no such field; the prefix is for the command line; write {marks}{rest}{tail}"
     owners = [card for card in catalogue().cards.values() if first in {each.name for each in fields(card.settings)}]
     if owners:
         places = (f"strategy.{name}" if c.group == "strategy" else f"callback.{c.name}.{name}" for c in owners)
-        return f"{name}={value!r}: no such field, but a technique's argument; write {' or '.join(places)}={value}"
+        remedies = " or ".join(f"{marks}{place}{tail}" for place in places)
+        return f"{given}: no such field, but a technique's argument; write {remedies}"
     argument = rest if first == "trainer" else name
     return (
-        f"{name}={value!r}: no such field{nearest(name, FIELDS)}a preset sets {', '.join(FIELDS)}, "
+        f"{given}: no such field{nearest(name, FIELDS)}a preset sets {', '.join(FIELDS)}, "
         f"every other argument goes to the Trainer itself: "
-        f"L.Trainer(**trainer_kwargs(...), {argument}={value!r})"
+        f"L.Trainer(**trainer_kwargs(...), {argument}={'...' if value is UNKNOWN else repr(value)})"
     )
+
+
+def contradiction(name: str, given: Any, ours: Any) -> str:
+    """Return the message for an argument that the Trainer got and the preset sets to another value."""
+    override = "~strategy" if name == "strategy" else f"{name}={given}"
+    remedy = f", or write overrides=['{override}']" if name in FIELDS else ""
+    return (
+        f"trainer.{name}={_described(given)}, and the preset sets {name}={_described(ours)}: drop {name} from the"
+        f" Trainer's arguments{remedy}"
+    )
+
+
+def _described(value: Any) -> str:
+    return repr(value) if isinstance(value, str | int) else type(value).__name__
+
+
+def written(value: object) -> str:
+    """Return a plain value as an override's text.
+
+    >>> written([1, None]), written(True), written({"x": 1}), written("16-mixed")
+    ('[1,null]', 'true', '{x:1}', '16-mixed')
+    """
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{written(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
 def _precision(value: object) -> str | None:

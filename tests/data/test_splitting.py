@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 from lightning_solo.data.loss_weights import labels_of, weight_of
 from lightning_solo.data.splitting import even_ranges, samples_of, split_evenly
 from lightning_solo.errors import ConflictError
+from lightning_solo.presets.compose import compose
 from tests.messages import mentions, nearest
 
 
@@ -108,12 +110,39 @@ def test_ranges_are_few_and_even(samples: int, most: int) -> None:
 
 
 def test_lengths_that_differ_are_named_with_the_remedy() -> None:
-    with pytest.raises(ConflictError, match=mentions("time (3, 5)", "x (5, 2)", "batch_dim={time: 1}", "time: null")):
+    with pytest.raises(ConflictError, match=mentions("time (3, 5)", "x (5, 2)", "batch_dim={time:1}", "{time:null}")):
         samples_of({"x": rows(), "y": rows(), "time": rows(3, 5)})
 
 
+BATCHES = {
+    "sequences first": {"x": rows(), "y": rows(), "time": rows(3, 5)},
+    "edges": {"nodes": rows(7), "edge": rows(2, 9), "labels": rows(7)},
+    "a list": [rows(), rows(3, 5)],
+    "a tensor": rows(),
+    "no such dimension": {"x": rows(), "y": torch.zeros(5)},
+}
+SPLIT = [("a tensor", 0), ("a tensor", 1), ("no such dimension", 0)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "batch_dim"), [(BATCHES[name], dim) for name in BATCHES for dim in range(3) if (name, dim) not in SPLIT]
+)
+def test_remedies_split_the_batch(batch: Any, batch_dim: int) -> None:
+    with pytest.raises(ConflictError, match=mentions("split=f")) as caught:
+        samples_of(batch, batch_dim)
+    for remedy in re.findall(r"batch_dim=(\S+)", str(caught.value).partition("; write ")[2]):
+        settings = compose("micro_batching", [f"callback.micro_batching.batch_dim={remedy}"]).techniques[0].settings
+        assert samples_of(batch, settings.batch_dim) > 1
+
+
+def test_dimension_of_another_length_is_not_offered() -> None:
+    with pytest.raises(ConflictError, match=mentions("edge (2, 9)")) as caught:
+        samples_of(BATCHES["edges"])
+    assert "{edge:1}" not in str(caught.value)
+
+
 def test_missing_dimension_is_refused() -> None:
-    with pytest.raises(ConflictError, match=mentions("batch_dim=2", "x", "(5, 2)", "batch_dim={x: 1}")):
+    with pytest.raises(ConflictError, match=mentions("batch_dim={x:2}", "x", "(5, 2)", "batch_dim=0")):
         samples_of({"x": rows()}, {"x": 2})
 
 

@@ -185,7 +185,7 @@ def test_the_same_blocks_under_random_class_names(name, each):
     ],
 )
 def test_nothing_repeated_is_an_error(make):
-    with pytest.raises(NothingToDoError, match=mentions("blocks: [ClassName]")):
+    with pytest.raises(NothingToDoError, match=mentions("blocks=[ClassName]")):
         repeated_blocks(make())
 
 

@@ -289,9 +289,13 @@ def test_the_head_is_that_of_hugging_face_or_of_the_vocabulary() -> None:
 
 
 def test_no_head_lists_what_there_is() -> None:
-    with pytest.raises(NothingToDoError, match=r"write head: .*1 \(8 -> 99\), 0 \(4 -> 8\)"):
+    with pytest.raises(
+        NothingToDoError, match=r"write callback.chunked_cross_entropy.head=.*1 \(8 -> 99\), 0 \(4 -> 8\)"
+    ):
         output_heads(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 99)))
-    with pytest.raises(NothingToDoError, match=r"'lm_head'.*write head: .*out \(8 -> 50\)"):
+    with pytest.raises(
+        NothingToDoError, match=r"'lm_head'.*write callback.chunked_cross_entropy.head=.*out \(8 -> 50\)"
+    ):
         output_heads(Named(), "lm_head")
     with pytest.raises(NothingToDoError, match="none"):
         output_heads(nn.Conv1d(1, 1, 1))
@@ -303,7 +307,7 @@ def test_a_head_that_is_not_linear_is_refused() -> None:
             return 2 * super().forward(input)
 
     for head, kind in ((Scaled(8, 50), "Scaled"), (nn.Conv1d(8, 50, 1), "Conv1d")):
-        with pytest.raises(ConflictError, match=f"'out' is a {kind}.*write head:"):
+        with pytest.raises(ConflictError, match=f"'out' is a {kind}.*write callback.chunked_cross_entropy.head="):
             output_heads(Named(head), "out")
     module = Named()
     defer_logits(module.out, 4)  # type: ignore[arg-type]

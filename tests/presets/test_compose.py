@@ -91,7 +91,9 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("checkpointing", ["+callback.activation_checkpointing.every_k=2"], ["write callback.activation_checkpointing.e"]),
     ("bf16", ["trainer.max_epochs=3"], ["L.Trainer(**trainer_kwargs(...), max_epochs=3)"]),
     ("bf16", ["solo.precision=32-true"], ["write precision=32-true"]),
-    ("bf16", ["+solo/callback=throughput"], ["write callback=throughput"]),
+    ("bf16", ["+solo/callback=throughput"], ["write +callback=throughput"]),
+    ("bf16", ["~solo.callback.throughput"], ["write ~callback.throughput"]),
+    ("bf16", ["every_n_steps=2"], ["callback.memory_logger.every_n_steps=2 or", "callback.throughput.every_n_steps=2"]),
 ]
 
 
@@ -219,6 +221,33 @@ def test_ill_formed_file_is_refused_with_its_line(user_presets: Path, text: str,
     message = refused("mine")
     assert str(path) in message
     assert where in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("precison: bf16\n", [nearest("precision")]),
+        ("precision: bf16\naccumulate_grad_batches: abc\n", ["accumulate_grad_batches", "'abc'"]),
+        ("callback: {memory_logger: {every_n_stepz: 1}}\n", [nearest("every_n_steps")]),
+        ("every_k: 2\n", ["callback.activation_checkpointing.every_k="]),
+    ],
+)
+@pytest.mark.parametrize("schema", ["", "defaults:\n  - /solo/schema@_here_: solo\n  - _self_\n"])
+def test_typo_in_a_file_is_named_with_and_without_the_schema(
+    schema: str, text: str, words: list[str], user_presets: Path
+) -> None:
+    (user_presets / "mine.yaml").write_text(schema + text)
+    message = refused("mine")
+    assert [word for word in words if word not in message] == []
+    assert "PresetSchema" not in message
+
+
+def test_typo_in_a_defaults_list_is_named(user_presets: Path) -> None:
+    text = "defaults:\n  - /solo/schema@_here_: solo\n  - callback: [memory_loger]\n  - _self_\n"
+    (user_presets / "mine.yaml").write_text(text)
+    message = refused("mine")
+    assert nearest("memory_logger") in message
+    assert "search path" not in message
 
 
 def test_file_with_a_byte_order_mark_is_read(user_presets: Path) -> None:

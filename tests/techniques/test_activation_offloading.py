@@ -234,7 +234,9 @@ def test_two_limits_in_bytes_are_refused() -> None:
 
 
 def test_a_fit_in_which_no_block_is_recomputed_is_refused(home: ModuleType, make_trainer: Any) -> None:
-    with pytest.raises(NothingToDoError, match=r"add ActivationCheckpointing\(\), or write mode=all"):
+    with pytest.raises(
+        NothingToDoError, match=r"write \+callback=activation_checkpointing, or callback.activation_offloading.mode=all"
+    ):
         make_trainer(home, callbacks=[ActivationOffloading(allow_cpu=True)]).fit(regression(home), loader())
 
 

@@ -224,14 +224,16 @@ def test_hugging_faces_setting_is_put_back_after_an_exception(make_trainer):
 
 
 def test_a_kernel_that_cannot_run_is_refused_with_torchs_reason(make_trainer):
-    with pytest.raises(CapabilityError, match=mentions("flash: ", "non-zero dropout", "math", "kernel: auto")):
+    with pytest.raises(
+        CapabilityError, match=mentions("flash: ", "non-zero dropout", "math", "callback.attention.kernel=auto")
+    ):
         fitted(make_trainer, Attention("flash"), module=module_of(dropout=0.1))
-    with pytest.raises(CapabilityError, match=mentions("cudnn: ", "flash, math", "kernel: auto")):
+    with pytest.raises(CapabilityError, match=mentions("cudnn: ", "flash, math", "callback.attention.kernel=auto")):
         fitted(make_trainer, Attention("cudnn"))
 
 
 def test_math_kernel_of_torch_is_reported(make_trainer):
-    with pytest.warns(UserWarning, match=mentions("flash: ", "non-zero dropout", "kernel: math")):
+    with pytest.warns(UserWarning, match=mentions("flash: ", "non-zero dropout", "callback.attention.kernel=math")):
         fitted(make_trainer, Attention(), module=module_of(dropout=0.1))
     fitted(make_trainer, Attention("math"), module=module_of(dropout=0.1))
 

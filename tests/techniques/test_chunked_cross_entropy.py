@@ -240,8 +240,17 @@ def assert_refused(
 
 def test_a_module_without_a_head_is_refused(home: ModuleType, make_trainer: Make) -> None:
     module = regression(home, Stack(blocks=1))
-    assert_refused(home, make_trainer, module, NothingToDoError, r"write head: .*net.head \(8 -> 1\)")
-    assert_refused(home, make_trainer, module, NothingToDoError, "'lm_head'.*write head:", head="lm_head")
+    assert_refused(
+        home, make_trainer, module, NothingToDoError, r"write callback.chunked_cross_entropy.head=.*net.head \(8 -> 1\)"
+    )
+    assert_refused(
+        home,
+        make_trainer,
+        module,
+        NothingToDoError,
+        "'lm_head'.*write callback.chunked_cross_entropy.head=",
+        head="lm_head",
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*returned `None`")
@@ -269,7 +278,13 @@ def test_a_module_without_such_a_loss_is_refused(
     home: ModuleType, make_trainer: Make, step: Callable[..., Any], went: str
 ) -> None:
     module = language_model(home, step=step)
-    assert_refused(home, make_trainer, module, NothingToDoError, rf"they went to: {went}.*write head:")
+    assert_refused(
+        home,
+        make_trainer,
+        module,
+        NothingToDoError,
+        rf"they went to: {went}.*write callback.chunked_cross_entropy.head=",
+    )
 
 
 def chunked_loss_by_hand(net: Any, batch: Tensor) -> Tensor:

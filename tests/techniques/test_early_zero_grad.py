@@ -112,7 +112,7 @@ def test_the_peak_of_forward_falls_by_the_gradients_bytes(make_trainer: Make) ->
 def test_manual_optimization_is_refused(make_trainer: Make) -> None:
     module, _ = watched(L)
     module.automatic_optimization = False
-    with pytest.raises(ConflictError, match=mentions("optimizer.zero_grad()", "drop early_zero_grad")):
+    with pytest.raises(ConflictError, match=mentions("optimizer.zero_grad()", "~callback.early_zero_grad")):
         fit(L, make_trainer, EarlyZeroGrad(), module=module)
 
 

@@ -281,7 +281,7 @@ def test_a_cpu_and_a_missing_package_are_refused(make_trainer: Make, monkeypatch
 
 
 def test_kernels_without_a_layer_are_refused(make_trainer: Make) -> None:
-    with pytest.raises(NothingToDoError, match=mentions("geglu", "kernels: auto")):
+    with pytest.raises(NothingToDoError, match=mentions("geglu", "callback.fused_kernels.kernels=auto")):
         fit(make_trainer, FusedKernels(["rms_norm", "geglu"], allow_cpu=True))
     model = nn.Sequential(EpsilonOutside(), nn.Linear(WIDTH, 1))
     with pytest.raises(NothingToDoError, match=mentions("net.0", "callback.fused_kernels")):

@@ -295,7 +295,9 @@ def test_blocks_that_change_the_shape_are_named_and_run(make_trainer: Make) -> N
     drop = SkippedBlocks({"net.blocks.3": Halves(16), "other": Halves(16)}, 1, seed=0)
     for block in drop.blocks.values():
         block(torch.randn(4, 16))
-    with pytest.raises(NothingToDoError, match=mentions("layer_drop.count=1", "net.blocks.3", "blocks: [ClassName]")):
+    with pytest.raises(
+        NothingToDoError, match=mentions("layer_drop.count=1", "net.blocks.3", "callback.layer_drop.blocks=[ClassName]")
+    ):
         drop.draw()
 
 
@@ -305,7 +307,9 @@ def test_blocks_that_change_the_shape_are_named_and_run(make_trainer: Make) -> N
 def test_more_blocks_than_there_are_but_one_are_refused(make_trainer: Make) -> None:
     with pytest.raises(PresetError, match=mentions("layer_drop.count=4", "net.blocks.3", "count=3")):
         fit(make_trainer, LayerDrop(4))
-    with pytest.raises(PresetError, match=mentions("layer_drop.count=1", "1 Block", "blocks: [ClassName]")) as error:
+    with pytest.raises(
+        PresetError, match=mentions("layer_drop.count=1", "1 Block", "callback.layer_drop.blocks=[ClassName]")
+    ) as error:
         SkippedBlocks({"block": stack().blocks[0]}, 1, seed=0)
     assert "count=1 or less" not in str(error.value)
 
@@ -324,5 +328,5 @@ def test_blocks_that_are_never_called_are_named(make_trainer: Make) -> None:
                 x = block.forward(x)  # past __call__
             return self.head(x)
 
-    with pytest.raises(NothingToDoError, match=mentions("net.blocks.0", "blocks: [ClassName]")):
+    with pytest.raises(NothingToDoError, match=mentions("net.blocks.0", "callback.layer_drop.blocks=[ClassName]")):
         fit(make_trainer, LayerDrop(1), net=Around(3))

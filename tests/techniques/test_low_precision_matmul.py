@@ -224,7 +224,10 @@ def test_a_layer_of_another_kind_is_left_alone() -> None:
 def test_nothing_to_do_is_refused(make_trainer: Make) -> None:
     torch.manual_seed(0)
     module = regression(L, Stack(2, width=40))
-    with pytest.raises(NothingToDoError, match=mentions("net.blocks.0.up (40 x 160)", "blocks: [ClassName]")):
+    with pytest.raises(
+        NothingToDoError,
+        match=mentions("net.blocks.0.up (40 x 160)", "callback.low_precision_matmul.blocks=[ClassName]"),
+    ):
         make_trainer(L, callbacks=[LowPrecisionMatmul("int8", allow_cpu=True)]).fit(module, loader(2, width=40))
 
 
@@ -239,7 +242,7 @@ class Convolved(nn.Module):
 
 def test_blocks_without_a_linear_layer_are_refused(make_trainer: Make) -> None:
     net = nn.Sequential(Convolved(), Convolved(), nn.Linear(32, 1))
-    words = ("nn.Linear", "2 Convolved", "Conv1d", "blocks: [ClassName]")
+    words = ("nn.Linear", "2 Convolved", "Conv1d", "callback.low_precision_matmul.blocks=[ClassName]")
     with pytest.raises(NothingToDoError, match=mentions(*words)) as refused:
         fit(make_trainer, LowPrecisionMatmul("int8", allow_cpu=True), net=net)
     assert "divide" not in str(refused.value)
@@ -248,7 +251,9 @@ def test_blocks_without_a_linear_layer_are_refused(make_trainer: Make) -> None:
 
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode at the start of training")
 def test_layers_in_eval_mode_are_refused(make_trainer: Make) -> None:
-    with pytest.raises(NothingToDoError, match=mentions("net.blocks.0.up", ".train()", "drop low_precision_matmul")):
+    with pytest.raises(
+        NothingToDoError, match=mentions("net.blocks.0.up", ".train()", "~callback.low_precision_matmul")
+    ):
         fit(make_trainer, LowPrecisionMatmul("int8", allow_cpu=True), net=stack().eval())
 
 
@@ -266,7 +271,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], labe
 @pytest.mark.parametrize(
     ("capability", "label", "kind", "words"),
     [
-        ((8, 6), "NVIDIA RTX A6000", "float8_rowwise", ("8.6", "8.9", "format: int8")),
+        ((8, 6), "NVIDIA RTX A6000", "float8_rowwise", ("8.6", "8.9", "callback.low_precision_matmul.format=int8")),
         ((9, 0), "NVIDIA H200", "mxfp8", ("9.0", "10.0", "float8_rowwise or")),
         ((7, 5), "Tesla T4", "int8", ("7.5", "8.0")),
         ((9, 0), "NVIDIA H200", "fp16_accumulate", ("GeForce", "fp32", "int8")),
@@ -276,7 +281,7 @@ def test_a_device_without_the_format_is_refused(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], label: str, kind: str, words: tuple[str, ...]
 ) -> None:
     ctx = on_device(monkeypatch, capability, label)
-    with pytest.raises(CapabilityError, match=mentions(label, *words, "remove callback.low_precision_matmul")):
+    with pytest.raises(CapabilityError, match=mentions(label, *words, "~callback.low_precision_matmul")):
         LowPrecisionMatmul(kind).transform(ctx)
 
 

@@ -486,7 +486,7 @@ def test_an_error_in_the_optimizers_step_is_not_retried(make_trainer: Make) -> N
 def test_manual_optimization_is_refused(make_trainer: Make) -> None:
     module = regression(L)
     module.automatic_optimization = False
-    with pytest.raises(ConflictError, match=mentions("automatic_optimization", "remove callback.micro_batching")):
+    with pytest.raises(ConflictError, match=mentions("automatic_optimization", "~callback.micro_batching")):
         make_trainer(L, callbacks=[MicroBatching()]).fit(module, loader(2))
 
 
@@ -573,7 +573,7 @@ def test_a_loss_over_pairs_of_samples_is_found_in_the_first_batch(make_trainer: 
         )
 
     module = regression(L, plain(), loss=contrastive)
-    with pytest.raises(ConflictError, match=mentions("check", "weight_by=samples", "remove callback.micro_batching")):
+    with pytest.raises(ConflictError, match=mentions("check", "weight_by=samples", "~callback.micro_batching")):
         make_trainer(L, callbacks=[MicroBatching(check=True)]).fit(module, loader(2))
 
 

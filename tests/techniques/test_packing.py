@@ -393,7 +393,7 @@ class Masking(Module):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Silent, ["Silent.training_step", "remove callback.packing"]),
+        (Silent, ["Silent.training_step", "~callback.packing"]),
         (Manual, ["Manual.automatic_optimization=False", "packed_loader"]),
         (Iterating, ["Iterating.training_step(dataloader_iter)", "training_step(batch, batch_idx)"]),
         (Masking, ["Masking.training_step", "KeyError", "attention_mask", "input_ids, labels, position_ids"]),
@@ -593,7 +593,7 @@ def test_unsuitable_loader_or_module_is_refused_before_training(
     ids=["one length", "no two in a row", "single documents"],
 )
 def test_packing_without_savings_is_refused(make_trainer: Make, lengths: list[int], options: Any) -> None:
-    words = ("length=auto", f"capacity={max(lengths)}", "callback.packing.capacity", "remove callback.packing")
+    words = ("length=auto", f"capacity={max(lengths)}", "callback.packing.capacity", "~callback.packing")
     with pytest.raises(NothingToDoError, match=mentions("packing", *words)):
         fit(make_trainer, Module(), loader(lengths, **options), Packing())
 
@@ -611,7 +611,7 @@ def test_collections_of_loaders_are_refused(make_trainer: Make, collected: Any) 
             return super().loss(batch["a"] if "a" in batch else batch[0])
 
     module = Either()
-    with pytest.raises(ConflictError, match=mentions("packing", "several", "one loader", "remove callback.packing")):
+    with pytest.raises(ConflictError, match=mentions("packing", "several", "one loader", "~callback.packing")):
         fit(make_trainer, module, collected(loader()), Packing())
     assert not module.batches
 

@@ -204,7 +204,9 @@ def test_restored_blocks_are_not_compiled_again():
 def test_blocks_that_are_compiled_already_are_refused(make_trainer):
     module = regression(L)
     module.net.blocks[1].up.compile(backend="eager")
-    with pytest.raises(ConflictError, match=mentions("net.blocks.1 ", "blocks: [ClassName]")):
+    with pytest.raises(
+        ConflictError, match=mentions("net.blocks.1 ", "callback.regional_compilation.blocks=[ClassName]")
+    ):
         fitted(make_trainer, RegionalCompilation(backend="aot_eager"), module=module)
     assert module.net.blocks[0]._compiled_call_impl is None
     module = regression(L)
@@ -214,7 +216,7 @@ def test_blocks_that_are_compiled_already_are_refused(make_trainer):
 
 
 def test_a_module_without_blocks_is_refused(make_trainer):
-    with pytest.raises(NothingToDoError, match=mentions("blocks: [ClassName]")):
+    with pytest.raises(NothingToDoError, match=mentions("callback.regional_compilation.blocks=[ClassName]")):
         fitted(make_trainer, RegionalCompilation(), module=regression(L, nn.Linear(8, 1)))
 
 
@@ -225,7 +227,7 @@ def test_blocks_that_are_never_called_are_named(make_trainer):
                 x = block.forward(x)  # past __call__, and so past hooks and compilation
             return self.head(x)
 
-    with pytest.warns(UserWarning, match=mentions("net.blocks.0", "blocks: [ClassName]")):
+    with pytest.warns(UserWarning, match=mentions("net.blocks.0", "callback.regional_compilation.blocks=[ClassName]")):
         fitted(make_trainer, RegionalCompilation(backend="aot_eager"), module=regression(L, Around()))
 
 
@@ -245,7 +247,9 @@ class Counter(nn.Module):
 @pytest.mark.long
 def test_compiling_in_every_batch_is_warned_of_once(make_trainer):
     net = nn.Sequential(Counter(), Counter(), nn.Linear(8, 1))
-    with pytest.warns(UserWarning, match=mentions("dynamic: true", "TORCH_LOGS=recompiles")) as warnings:
+    with pytest.warns(
+        UserWarning, match=mentions("callback.regional_compilation.dynamic=true", "TORCH_LOGS=recompiles")
+    ) as warnings:
         fitted(make_trainer, RegionalCompilation(backend="aot_eager"), module=regression(L, net), max_steps=8)
     assert len([each for each in warnings if "TORCH_LOGS" in str(each.message)]) == 1
 

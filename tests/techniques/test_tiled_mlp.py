@@ -241,7 +241,7 @@ def test_parts_that_mix_tokens_are_refused(how, dtype):
     part = Mixing(how).to(dtype)
     buffers = [buffer.clone() for buffer in part.buffers()]
     tile_parts({"net.mlp": part}, 64)
-    with pytest.raises(ConflictError, match=mentions("net.mlp", "Mixing", "parts: [...]")):
+    with pytest.raises(ConflictError, match=mentions("net.mlp", "Mixing", "callback.tiled_mlp.parts=[ClassName]")):
         part(torch.randn(128, 8, dtype=dtype))
     assert all(map(torch.equal, part.buffers(), buffers))
     assert all(module.training for module in part.modules())
@@ -251,18 +251,18 @@ def test_parts_with_parameters_elsewhere_are_refused():
     scale = nn.Parameter(torch.ones(8))
     part = Mixing(lambda y: y * scale)
     tile_parts({"net.mlp": part}, 4)
-    with pytest.raises(ConflictError, match=mentions("net.mlp", "parameters", "parts: [...]")):
+    with pytest.raises(ConflictError, match=mentions("net.mlp", "parameters", "callback.tiled_mlp.parts=[ClassName]")):
         part(torch.randn(8, 8)).sum().backward()
 
 
 def test_parts_that_take_or_return_other_things_are_refused():
     part = Gated()
     tile_parts({"net.mlp": part}, 4)
-    with pytest.raises(ConflictError, match=mentions("net.mlp", "parts: [...]")):
+    with pytest.raises(ConflictError, match=mentions("net.mlp", "callback.tiled_mlp.parts=[ClassName]")):
         part(torch.randn(8, 8), torch.randn(3, 8))
     part = Mixing(lambda y: (y, y))
     tile_parts({"net.mlp": part}, 4)
-    with pytest.raises(ConflictError, match=mentions("net.mlp", "parts: [...]")):
+    with pytest.raises(ConflictError, match=mentions("net.mlp", "callback.tiled_mlp.parts=[ClassName]")):
         part(torch.randn(8, 8))
 
 
@@ -286,7 +286,7 @@ def test_parts_of_convolutions_are_refused(normalised, differentiable):
     x = torch.randn(2, 8, 16, 16)
     with (
         torch.set_grad_enabled(differentiable),
-        pytest.raises(ConflictError, match=mentions("net.res", "(Res)", "parts: [...]")),
+        pytest.raises(ConflictError, match=mentions("net.res", "(Res)", "callback.tiled_mlp.parts=[ClassName]")),
     ):
         part(x)
     restore_forwards([part], Tiling)
@@ -295,7 +295,9 @@ def test_parts_of_convolutions_are_refused(normalised, differentiable):
 
 def test_a_module_without_such_parts_is_refused(make_trainer):
     net = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16), nn.Linear(8, 1))
-    with pytest.raises(NothingToDoError, match=mentions("TransformerEncoderLayer", "parts: [ClassName]")):
+    with pytest.raises(
+        NothingToDoError, match=mentions("TransformerEncoderLayer", "callback.tiled_mlp.parts=[ClassName]")
+    ):
         fitted(make_trainer, TiledMlp(), module=regression(L, net))
     with pytest.raises(NothingToDoError, match=mentions("'Gatd'", "did you mean 'Gated'")):
         fitted(make_trainer, TiledMlp(parts=["Gatd"]))

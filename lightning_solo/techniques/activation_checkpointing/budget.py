@@ -168,7 +168,7 @@ class BudgetedBatches:
                 " smaller batch"
             )
             if not counts.margin:  # block inputs aren't offloaded
-                message += ", or, on a GPU, add callback=activation_offloading, which moves block inputs to the host"
+                message += ", or, on a GPU, write +callback=activation_offloading, which moves block inputs to the host"
             if self._refuses:
                 raise BudgetError(message, needed=least, available=int(self.budget))
             return "", message

@@ -36,9 +36,9 @@ def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k
                 raise ConflictError(
                     f"activation checkpointing: {type(part).__name__} at {name or 'the root'!r} has {switch}=True and "
                     "recomputes by itself; write model.gradient_checkpointing_disable() (timm: "
-                    "set_grad_checkpointing(False)), or leave this callback out"
+                    "set_grad_checkpointing(False)) before the fit, or ~callback.activation_checkpointing"
                 )
-    return dict(list(named_blocks(module, blocks).items())[::every_k])
+    return dict(list(named_blocks(module, blocks, "callback.activation_checkpointing.blocks").items())[::every_k])
 
 
 class ActivationCheckpointing(Technique, Settings):
@@ -139,8 +139,9 @@ class ActivationCheckpointing(Technique, Settings):
             and not has_recomputed(self._wrapped.values())
         ):
             rank_zero_warn(
-                f"activation checkpointing saves nothing: in the first batch none of {', '.join(self._wrapped)} ran "
-                "again in backward; name the classes of those that do, blocks: [ClassName]"
+                f"activation checkpointing saves nothing: in the first batch none of {', '.join(self._wrapped)} ran"
+                " again in backward; write the classes of those that do,"
+                " callback.activation_checkpointing.blocks=[ClassName]"
             )
         if self._batches is not None and self.ctx is not None:
             line, warning = self._batches.end(self.ctx.window.before(batch_idx + 1) == 0)

@@ -43,7 +43,7 @@ class Settings(TechniqueSettings):
         if self.folder is not None and self.mode != DISK:
             raise ConflictError(
                 f"activation_offloading: folder={self.folder!r} needs mode=disk, and mode={self.mode}; write"
-                " mode=disk, or folder=null"
+                " callback.activation_offloading.mode=disk, or callback.activation_offloading.folder=null"
             )
 
 

@@ -79,7 +79,7 @@ class ActivationOffloading(Technique, Settings):
         if kind in IN_MEMORY and not self.allow_cpu:
             raise CapabilityError(
                 f"activation offloading: folder={str(folder)!r} is {kind}: a file there takes host memory, which"
-                f" mode=disk is meant to save; {remedy}, or mode=block_inputs"
+                f" mode=disk is meant to save; {remedy}, or callback.activation_offloading.mode=block_inputs"
             )
         return folder
 
@@ -105,22 +105,26 @@ class ActivationOffloading(Technique, Settings):
         elif not self.moved_bytes and not left:
             raise NothingToDoError(
                 f"activation offloading moved nothing: mode={self.mode} moves the inputs of recomputed blocks, and no"
-                " block was recomputed: add ActivationCheckpointing(), or write mode=all; if torch.compile compiles the"
-                " whole module, compile its blocks by RegionalCompilation() instead"
+                " block was recomputed: write +callback=activation_checkpointing, or"
+                " callback.activation_offloading.mode=all; if torch.compile compiles the whole module, write"
+                " +callback=regional_compilation instead"
                 if self.mode != ALL
-                else "activation offloading moved nothing: forward saved only weights; leave it out"
+                else (
+                    "activation offloading moved nothing: forward saved only weights; write"
+                    " ~callback.activation_offloading"
+                )
             )
         elif not self.moved_bytes:
             rank_zero_warn(
                 f"activation offloading saves nothing: the largest saved tensor has {left} bytes, and"
-                f" min_offload_bytes={self.min_offload_bytes}; write a smaller one, or leave"
-                " callback.activation_offloading out"
+                f" callback.activation_offloading.min_offload_bytes={self.min_offload_bytes}; write a smaller one, or"
+                " ~callback.activation_offloading"
             )
         elif self.mode == ALL:
             rank_zero_warn(
                 f"activation offloading: mode=all moves {moved} of activations to the host and back in every"
-                " micro-batch, and a step waits for what the bus can't hide; with callback=activation_checkpointing"
-                " mode=block_inputs moves far less"
+                " micro-batch, and a step waits for what the bus can't hide; with +callback=activation_checkpointing"
+                " callback.activation_offloading.mode=block_inputs moves far less"
             )
         elif self.ctx is not None:
             place = "the host"

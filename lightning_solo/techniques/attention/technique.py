@@ -81,18 +81,19 @@ def check_kernels(calls: AttentionCalls, kernel: str) -> None:
         raise NothingToDoError(
             "attention: training_step didn't call torch.nn.functional.scaled_dot_product_attention; modules that"
             f" compute a softmax: {', '.join(calls.by_hand) or 'none'}; call it there (torch.nn.MultiheadAttention:"
-            ' need_weights=False; Hugging Face: attn_implementation="sdpa"), or leave callback.attention out'
+            ' need_weights=False; Hugging Face: attn_implementation="sdpa"), or write ~callback.attention'
         )
     others = [name for name in calls.kernels if name != kernel]
     if kernel != AUTO and others:
         raise ConflictError(
             f"attention: kernel={kernel}, and {', '.join(others)} ran, as the module itself calls"
-            " torch.nn.attention.sdpa_kernel; remove that call, or write kernel: auto"
+            " torch.nn.attention.sdpa_kernel; remove that call, or write callback.attention.kernel=auto"
         )
     refusals = {name: calls.refusals[name] for name in KERNELS if name in calls.refusals}
     if kernel == AUTO and calls.kernels["math"]:
         why = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
         rank_zero_warn(
             "attention: torch chose the kernel math, which keeps the scores of all pairs of tokens, since others can't"
-            f" compute this call ({why or 'torch gives no reason'}); kernel: math accepts it without a warning"
+            f" compute this call ({why or 'torch gives no reason'}); callback.attention.kernel=math accepts it without"
+            " a warning"
         )

@@ -60,13 +60,15 @@ CARD = Card(
     requires=(
         Requirement(
             "package",
-            "callback.chunked_cross_entropy.backend=liger runs Liger's kernel; write backend: torch, or install it",
+            "callback.chunked_cross_entropy.backend=liger runs Liger's kernel; write"
+            " callback.chunked_cross_entropy.backend=torch, or install it",
             "liger-kernel>=0.8,<0.9",
             when=_by_liger,
         ),
         Requirement(
             "cuda",
-            "callback.chunked_cross_entropy.backend=liger runs a Triton kernel; write backend: torch",
+            "callback.chunked_cross_entropy.backend=liger runs a Triton kernel; write"
+            " callback.chunked_cross_entropy.backend=torch",
             when=_by_liger,
         ),
     ),

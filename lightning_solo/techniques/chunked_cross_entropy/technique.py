@@ -37,7 +37,10 @@ class ChunkedCrossEntropy(Technique, Settings):
 
     def transform(self, ctx: Run) -> None:
         if self.backend == "liger" and (lacks := liger.missing(ctx.device)):
-            raise CapabilityError(f"chunked_cross_entropy.backend=liger: {lacks}; write backend: torch")
+            raise CapabilityError(
+                f"callback.chunked_cross_entropy.backend=liger: {lacks}; write"
+                " callback.chunked_cross_entropy.backend=torch"
+            )
         heads = output_heads(ctx.module, self.head)
         ctx.undo.callback(self._uses.clear)
         ctx.undo.callback(restore_forwards, heads.values(), Use)
@@ -61,13 +64,14 @@ def check_use(uses: dict[str, Use]) -> None:
     if not any(use.losses for use in uses.values()):
         raise NothingToDoError(
             "chunked cross-entropy: in the first batch no torch.nn.functional.cross_entropy of logits of"
-            f" {', '.join(uses)} could be computed in chunks (they went to: {computed or 'nothing'}); write head: with"
-            " the layer whose output goes to one without weight=, call"
-            " lightning_solo.nn.chunked_cross_entropy(hidden, weight, labels) in training_step, or leave this technique"
-            " out"
+            f" {', '.join(uses)} could be computed in chunks (they went to: {computed or 'nothing'}); write"
+            " callback.chunked_cross_entropy.head=<name of the layer whose output goes to one without weight=>, or"
+            " ~callback.chunked_cross_entropy and in training_step"
+            " lightning_solo.nn.chunked_cross_entropy(hidden, weight, labels)"
         )
     if computed:
         rank_zero_warn(
             f"chunked cross-entropy: all logits were computed for {computed} in training_step, which takes as much"
-            " memory as a plain run; call it without gradients (torch.no_grad()) on fewer tokens, or leave it out"
+            " memory as a plain run; call it without gradients (torch.no_grad()) on fewer tokens, or write"
+            " ~callback.chunked_cross_entropy"
         )

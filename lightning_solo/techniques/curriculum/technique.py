@@ -75,8 +75,8 @@ class Curriculum(Technique, Settings):
                 "callback.curriculum.pace=steps, which draws items ahead,",
                 frozenset({"accumulation_factor"}),
                 trainer.callbacks,
-                "write callback.curriculum.pace=tokens, or callback.curriculum.by=sequence_length, or remove the"
-                " callback and write accumulate_grad_batches=N",
+                "write callback.curriculum.pace=tokens, or callback.curriculum.by=sequence_length, or"
+                " ~callback.curriculum and accumulate_grad_batches=N",
             )
         super().setup(trainer, pl_module, stage)
         if joins and self.ctx is not None:
@@ -170,14 +170,14 @@ class Curriculum(Technique, Settings):
         if len(difficulty) <= loader.batch_size:
             raise NothingToDoError(
                 f"callback.curriculum: all {len(difficulty)} items of {type(dataset).__name__} fit into each batch of"
-                f" {loader.batch_size}; write a smaller batch_size, or remove callback.curriculum"
+                f" {loader.batch_size}; write a smaller batch_size, or ~callback.curriculum"
             )
         low, high = float(difficulty.min()), float(difficulty.max())
         if low == high:
             raise NothingToDoError(
                 f"callback.curriculum.by={name_of(self.by)}: all {len(difficulty):,} items of {type(dataset).__name__}"
                 f" are equally difficult ({low:g}); write another by, such as callback.curriculum.by=sequence_length to"
-                " cut them, or remove callback.curriculum"
+                " cut them, or ~callback.curriculum"
             )
         batches.rank(difficulty)
         first = max(loader.batch_size, round(self.start * len(difficulty)))
@@ -247,8 +247,8 @@ class Curriculum(Technique, Settings):
         if kept_length(self.start, self._longest, self.multiple) == self._longest:
             raise NothingToDoError(
                 f"callback.curriculum.start={self.start} and multiple={self.multiple}: sequences of at most"
-                f" {self._longest} places are too short to be cut; write a smaller start or multiple, or remove"
-                " callback.curriculum"
+                f" {self._longest} places are too short to be cut; write a smaller start or multiple, or"
+                " ~callback.curriculum"
             )
 
     def _look(self, batch: Any, cut: Any) -> None:

@@ -27,6 +27,6 @@ class EarlyZeroGrad(Technique, Settings):
         if not ctx.module.automatic_optimization:
             raise ConflictError(
                 "early_zero_grad with manual optimization: the module zeroes gradients itself; write"
-                " optimizer.zero_grad() before forward in training_step, and drop early_zero_grad"
+                " optimizer.zero_grad() before forward in training_step, and ~callback.early_zero_grad"
             )
         ctx.undo.enter_context(zeroing_first(ctx.trainer))

@@ -73,7 +73,7 @@ CARD = Card(
         Requirement(
             "package",
             "callback.fused_kernels runs Liger's kernels; install it, to try it on a CPU write"
-            " callback.fused_kernels.allow_cpu=true, or remove callback.fused_kernels",
+            " callback.fused_kernels.allow_cpu=true, or ~callback.fused_kernels",
             "liger-kernel>=0.8,<0.9",  # functions below its public ones are called (nn/liger.py)
             when=lambda settings: not settings.allow_cpu,
         ),

@@ -86,8 +86,8 @@ def check_found(computations: Mapping[str, Computation], left_out: Mapping[str, 
     if missing or not computations:
         near = f"these look similar: {_listed(left_out)}" if left_out else "none looks similar"
         raise NothingToDoError(
-            f"fused_kernels: no layer computes {' or '.join(missing or KERNELS)}; {near}; write kernels: auto, or"
-            " leave callback.fused_kernels out"
+            f"fused_kernels: no layer computes {' or '.join(missing or KERNELS)}; {near}; write"
+            " callback.fused_kernels.kernels=auto, or ~callback.fused_kernels"
         )
 
 

@@ -50,13 +50,14 @@ class LayerDrop(Technique, Settings):
             PresetError: there are at most ``count`` blocks.
             ConflictError: the module around them is compiled.
         """
-        blocks = named_blocks(ctx.module, self.blocks)
+        blocks = named_blocks(ctx.module, self.blocks, "callback.layer_drop.blocks")
         inner = set(blocks.values())
         for name, part in ctx.module.named_modules():
             if part not in inner and is_compiled(part) and not inner.isdisjoint(part.modules()):
                 raise ConflictError(
                     f"layer_drop: {name or type(part).__name__} is compiled with its blocks, which each draw would"
-                    " compile again; write callback=regional_compilation instead of torch.compile, or drop layer_drop"
+                    " compile again; write +callback=regional_compilation instead of torch.compile, or"
+                    " ~callback.layer_drop"
                 )
         self._state = self._state or {"draws": 0, "seed": torch.initial_seed()}
         self._drop = SkippedBlocks(blocks, self.count, self._state["seed"])
@@ -81,7 +82,7 @@ class LayerDrop(Technique, Settings):
         if not self._drop.calls:
             raise NothingToDoError(
                 f"layer drop skipped nothing: none of {', '.join(self._drop.blocks)} was called as block(x) in training"
-                " mode; name the classes of those that are, blocks: [ClassName]"
+                " mode; write the classes of those that are, callback.layer_drop.blocks=[ClassName]"
             )
         new = {name: reason for name, reason in self._drop.left_out.items() if name not in self._named}
         if new:

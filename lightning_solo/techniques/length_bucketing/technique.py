@@ -42,7 +42,7 @@ class LengthBucketing(Technique, Settings):
         if not len(loader.dataset):
             raise ConflictError(
                 f"callback.length_bucketing and {type(loader.dataset).__name__}, a data set without items; add items,"
-                " or remove callback.length_bucketing"
+                " or ~callback.length_bucketing"
             )
 
         def report(done: int, count: int) -> None:
@@ -59,7 +59,7 @@ class LengthBucketing(Technique, Settings):
                 f"callback.length_bucketing.length={name_of(self.length)}: no batch of {type(loader.dataset).__name__}"
                 f" is padded, with {len(lengths)} items of length {range_of(lengths.tolist())} in batches of"
                 f" {loader.batch_size}; write a larger batch_size, callback.length_bucketing.length=<a column> if the"
-                " lengths are wrong, or remove callback.length_bucketing"
+                " lengths are wrong, or ~callback.length_bucketing"
             )
         size = None if self.max_tokens else loader.batch_size
         batches = LengthBatches(lengths, size, self.max_tokens, loader.drop_last, self.seed)

@@ -93,7 +93,8 @@ CARD = Card(
     requires=(
         Requirement(
             "package",
-            "callback.low_precision_matmul.format={format} multiplies by torchao; write format: int8, or install it",
+            "callback.low_precision_matmul.format={format} multiplies by torchao; write"
+            " callback.low_precision_matmul.format=int8, or install it",
             "torchao>=0.18,<0.19",  # private names of 0.18 are used (nn/low_precision.py)
             when=lambda settings: settings.format.startswith("float8"),
         ),

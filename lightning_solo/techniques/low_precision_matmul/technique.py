@@ -46,7 +46,7 @@ class LowPrecisionMatmul(Technique, Settings):
             NothingToDoError: no block has a linear layer of suitable sizes.
         """
         self._check(ctx.device)
-        blocks = named_blocks(ctx.module, self.blocks)
+        blocks = named_blocks(ctx.module, self.blocks, "callback.low_precision_matmul.blocks")
         multiply = product(self.format, ctx.device)
         layers, left_out = linear_layers(blocks, multiply.multiple)
         named = ", ".join(f"{name} ({sizes})" for name, sizes in left_out.items())
@@ -58,7 +58,8 @@ class LowPrecisionMatmul(Technique, Settings):
                 f" {', '.join(_kinds_with_matrices(blocks.values())) or 'none'}"
             )
             raise NothingToDoError(
-                f"low_precision_matmul: {lacks}; name other classes, blocks: [ClassName], or leave it out"
+                f"low_precision_matmul: {lacks}; write callback.low_precision_matmul.blocks=[ClassName] of other"
+                " classes, or ~callback.low_precision_matmul"
             )
         ctx.undo.callback(self._layers.clear)
         ctx.undo.callback(restore_forwards, layers.values(), Product)
@@ -75,7 +76,7 @@ class LowPrecisionMatmul(Technique, Settings):
             raise NothingToDoError(
                 f"low_precision_matmul: {', '.join(self._layers)} are in eval mode, which doesn't multiply in"
                 " low precision; call .train() on their module before the fit (Hugging Face's from_pretrained leaves a"
-                " model in eval mode), or drop low_precision_matmul"
+                " model in eval mode), or write ~callback.low_precision_matmul"
             )
 
     def _check(self, device: torch.device) -> None:
@@ -93,9 +94,10 @@ class LowPrecisionMatmul(Technique, Settings):
             if capability < least
             else f"{label} adds products of fp16 in fp32 as fast as in fp16; only GeForce cards gain by {self.format}"
         )
-        remedy = f"write format: {' or '.join(able)}, or " if able else ""
+        option = "callback.low_precision_matmul"
+        remedies = [*(f"{option}.format={name}" for name in able), f"~{option}"]
         raise CapabilityError(
-            f"low_precision_matmul.format={self.format}: {reason}; {remedy}remove callback.low_precision_matmul"
+            f"callback.low_precision_matmul.format={self.format}: {reason}; write {' or '.join(remedies)}"
         )
 
 

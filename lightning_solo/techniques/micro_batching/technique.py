@@ -121,18 +121,18 @@ class MicroBatching(Technique, Settings):
         if not ctx.module.automatic_optimization:
             raise ConflictError(
                 f"callback.micro_batching and {name}.automatic_optimization=False: the module runs forward and backward"
-                " itself; write automatic_optimization=True, or remove callback.micro_batching and split the batch in"
+                " itself; write automatic_optimization=True, or ~callback.micro_batching and split the batch in"
                 " training_step"
             )
         if ctx.strategy.handles_gradient_accumulation:
             raise ConflictError(
                 f"callback.micro_batching and {type(ctx.strategy).__name__}, which accumulates by itself; write"
-                " strategy='auto', or remove callback.micro_batching"
+                " strategy='auto', or ~callback.micro_batching"
             )
         if "dataloader_iter" in inspect.signature(ctx.module.training_step).parameters:
             raise ConflictError(
                 f"callback.micro_batching and {name}.training_step(dataloader_iter), which takes its batches itself;"
-                " write training_step(batch, batch_idx), or remove callback.micro_batching"
+                " write training_step(batch, batch_idx), or ~callback.micro_batching"
             )
 
     def loader(self, ctx: Run, loader: Any) -> Any:
@@ -344,7 +344,7 @@ class MicroBatching(Technique, Settings):
                 f" {runs[1].loss:.6g} in parts of {-(-samples // 2)}, and losses or gradients differ by {error:.2g}"
                 f" (relative), so the loss isn't the mean that weight_by={self.weight_by} assumes; write"
                 " callback.micro_batching.weight_by=tokens or shifted_tokens for a mean over tokens, return a mean"
-                " instead of a sum, or remove callback.micro_batching if the loss compares samples with one another"
+                " instead of a sum, or ~callback.micro_batching if the loss compares samples with one another"
             )
 
     # --- checkpoints ---

@@ -59,13 +59,13 @@ class Packing(Technique, Settings):
         if not ctx.module.automatic_optimization:
             raise ConflictError(
                 f"callback.packing and {name}.automatic_optimization=False: the check that documents don't see one"
-                " another runs training_step, which would step; write automatic_optimization=True, or remove"
-                " callback.packing and pack in train_dataloader by lightning_solo.data.packing.packed_loader"
+                " another runs training_step, which would step; write automatic_optimization=True, or"
+                " ~callback.packing and pack in train_dataloader by lightning_solo.data.packing.packed_loader"
             )
         if "dataloader_iter" in inspect.signature(ctx.module.training_step).parameters:
             raise ConflictError(
                 f"callback.packing and {name}.training_step(dataloader_iter), which takes its batches itself; write"
-                " training_step(batch, batch_idx), or remove callback.packing"
+                " training_step(batch, batch_idx), or ~callback.packing"
             )
         self._configs = caching_configs(ctx.module)
 
@@ -97,8 +97,8 @@ class Packing(Technique, Settings):
                     f"callback.packing saves nothing: {len(lengths)} documents of {range_of(lengths)} tokens, by"
                     f" length={name_of(self.length)}, fill {len(rows)} rows of capacity={batches.capacity}, and plain"
                     f" batches of {loader.batch_size} have {before:.1%} of padding; write a larger"
-                    " callback.packing.capacity, callback.packing.length=<a column> if the lengths are wrong, or remove"
-                    " callback.packing"
+                    " callback.packing.capacity, callback.packing.length=<a column> if the lengths are wrong, or"
+                    " ~callback.packing"
                 )
             self._documents = two_documents(packed)
         self.padding_before, self.padding_after = before, after
@@ -115,7 +115,7 @@ class Packing(Technique, Settings):
         Raises:
             ConflictError: there are several.
         """
-        require_one_loader(trainer.train_dataloader, "callback.packing", "remove callback.packing")
+        require_one_loader(trainer.train_dataloader, "callback.packing", "write ~callback.packing")
 
     def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the step without caches; before the first step compare the losses of two documents."""
@@ -152,6 +152,6 @@ def _loss(ctx: Run, args: Any, kwargs: Any, packed: dict[str, Tensor]) -> Tensor
     if loss is None:
         raise ConflictError(
             f"callback.packing and {name}.training_step, which returned no loss for two documents: without it packing"
-            " can't check whether they see one another; return a loss for every batch, or remove callback.packing"
+            " can't check whether they see one another; return a loss for every batch, or write ~callback.packing"
         )
     return loss  # type: ignore[no-any-return]

@@ -68,8 +68,8 @@ class Prefetch(Technique, Settings):
         acts, self._acts = self._acts, False
         if not acts:
             raise NothingToDoError(
-                "callback.prefetch on a CPU has nothing to do, since the loader's workers load ahead; remove"
-                " callback.prefetch, or raise DataLoader(prefetch_factor=...)"
+                "callback.prefetch on a CPU has nothing to do, since the loader's workers load ahead; write"
+                " ~callback.prefetch, or raise DataLoader(prefetch_factor=...)"
             )
 
     def _upload(self, ctx: Run) -> Upload | None:

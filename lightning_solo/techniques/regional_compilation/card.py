@@ -53,7 +53,7 @@ CARD = Card(
         Requirement(
             "compiler",
             "regional compilation builds kernels; install one (apt install g++), write"
-            " callback.regional_compilation.backend=aot_eager, or remove callback.regional_compilation",
+            " callback.regional_compilation.backend=aot_eager, or ~callback.regional_compilation",
             when=lambda settings: settings.backend == "inductor",
         ),
     ),

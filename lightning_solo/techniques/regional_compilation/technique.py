@@ -47,7 +47,7 @@ class RegionalCompilation(Technique, Settings):
         return 0 if self._counting is None else self._counting.graphs
 
     def transform(self, ctx: Run) -> None:
-        blocks = named_blocks(ctx.module, self.blocks)
+        blocks = named_blocks(ctx.module, self.blocks, "callback.regional_compilation.blocks")
         backend = CountingBackend(self.backend, self.mode)
         compile_blocks(blocks, backend, self.dynamic)
         self._compiled, self._counting = blocks, backend
@@ -68,15 +68,16 @@ class RegionalCompilation(Technique, Settings):
             if self._recompiles == RECOMPILES_TO_WARN:
                 rank_zero_warn(
                     f"regional compilation: blocks were compiled again in {RECOMPILES_TO_WARN} batches, which takes"
-                    " longer than it saves; use batches of equal sizes, or write dynamic: true; TORCH_LOGS=recompiles"
-                    " shows the reasons"
+                    " longer than it saves; use batches of equal sizes, or write"
+                    " callback.regional_compilation.dynamic=true; TORCH_LOGS=recompiles shows the reasons"
                 )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if not self.graphs:
             rank_zero_warn(
                 f"regional compilation did nothing: none of {', '.join(self._compiled)} was called as block(x), and"
-                " without a TorchDispatchMode; name the classes of those that are, blocks: [ClassName]"
+                " without a TorchDispatchMode; write the classes of those that are,"
+                " callback.regional_compilation.blocks=[ClassName]"
             )
 
     def _undo(self) -> None:

@@ -51,6 +51,6 @@ class TiledMlp(Technique, Settings):
         most = max(tiling.most_tokens for tiling in self._tilings.values())
         if most <= self.tile_tokens:
             rank_zero_warn(
-                f"tiled MLP saves nothing: the first micro-batch has {most} tokens, and tile_tokens={self.tile_tokens};"
-                " write a smaller one, or leave callback.tiled_mlp out"
+                f"tiled MLP saves nothing: the first micro-batch has {most} tokens, and"
+                f" callback.tiled_mlp.tile_tokens={self.tile_tokens}; write a smaller one, or ~callback.tiled_mlp"
             )

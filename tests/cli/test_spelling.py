@@ -1,0 +1,52 @@
+"""Messages of the command line name overrides with the prefix `solo.`, so that they can be pasted."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from lightning_solo.cli import _show_warning, refuse
+from lightning_solo.cli.command_line import check_command_line
+from lightning_solo.cli.doctor import lacks
+from lightning_solo.cli.spelling import on_command_line
+
+
+@pytest.mark.parametrize(
+    ("python", "shell"),
+    [
+        ("write ~callback.throughput", "write ~solo.callback.throughput"),
+        ("write +callback=[a,b], or callback.a.x={y:1}", "write +solo/callback=[a,b], or solo.callback.a.x={y:1}"),
+        ("write strategy.stage=3 precision=32", "write solo.strategy.stage=3 solo.precision=32"),
+        ("auto.presets=[bf16] would", "solo.auto.presets=[bf16] would"),
+        ("'callback=x': write +solo/callback=x", "'callback=x': write +solo/callback=x"),
+        ("trainer.precision=16 and Trainer(strategy='auto')", "trainer.precision=16 and Trainer(strategy='auto')"),
+        ("a strategy. A callback, auto", "a strategy. A callback, auto"),
+    ],
+)
+def test_overrides_get_the_prefix_once(python: str, shell: str) -> None:
+    assert on_command_line(python) == shell
+    assert on_command_line(shell) == shell
+
+
+def test_refusals_and_warnings_are_printed_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        refuse("write ~callback.throughput")
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        warnings.simplefilter("always")
+        warnings.warn("write ~callback.attention", stacklevel=1)
+    printed = capsys.readouterr().err
+    assert "write ~solo.callback.throughput\n" in printed
+    assert "write ~solo.callback.attention\n" in printed
+
+
+def test_doctors_remedies_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    said = lacks("offloading")
+    assert said is not None
+    option = "solo.callback.activation_offloading.allow_cpu=true"
+    assert said.endswith(option)
+    check_command_line(["solo=offloading", option])
