@@ -19,6 +19,8 @@ import pytest
 import torch
 
 import lightning_solo as solo
+from tests.messages import mentions
+from tests.training import equal
 
 ROOT = Path(__file__).parents[1]
 SAVED = ROOT / "tests" / "saved_by_0_2_0"
@@ -55,6 +57,21 @@ def test_checkpoint_resumes_to_the_recorded_end(
     for name, expected in ENDS[file].items():
         ours = end[name].flatten()[:4]
         torch.testing.assert_close(ours, torch.tensor(expected), rtol=0, atol=TOLERANCE)
+
+
+def test_checkpoint_is_exported_after_it_was_saved_again(module: Any, make_trainer: Any, tmp_path: Path) -> None:
+    """Its corrections have no names: the remedy of the message is to resume it and to save it again."""
+    file = SAVED / "compact_states.ckpt"
+    with pytest.raises(solo.CheckpointError, match=mentions("resume it once", "trainer.save_checkpoint")):
+        solo.export_weights(file)
+    steps = torch.load(file, weights_only=True)["global_step"]
+    trainer = make_trainer(L, **solo.trainer_kwargs("compact_states"), max_steps=steps)  # none is left
+    trainer.fit(module, ckpt_path=file, weights_only=True)
+    trainer.save_checkpoint(tmp_path / "again.ckpt", weights_only=False)
+    masters = {name: trainer.optimizers[0].master_weight(p) for name, p in module.named_parameters()}
+    assert equal(solo.export_weights(tmp_path / "again.ckpt"), masters)
+    before = torch.load(file, weights_only=True)["state_dict"]
+    assert equal({name: master.bfloat16() for name, master in masters.items()}, dict(before))
 
 
 def test_run_folder_of_the_strategy_compact_resumes(tmp_path: Path) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import lightning_solo as solo
+from lightning_solo.cli import main
 from lightning_solo.cli.convert import parse
 from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError
 from lightning_solo.export.conversion import convert_checkpoint
 from lightning_solo.optim import CompactAdamW
-from tests.cli.commands import call
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
 from tests.training import equal
@@ -316,9 +316,17 @@ def test_what_cannot_be_converted_is_refused(make_trainer: Make, tmp_path: Path)
     assert not (tmp_path / "old.ckpt").exists()
 
 
-@pytest.mark.cpu_only("runs a command, which sees no simulated device")
-def test_command_writes_the_file_that_it_names(make_trainer: Make, tmp_path: Path) -> None:
-    saved(make_trainer, tmp_path, max_epochs=1)
-    assert "saved-plain.ckpt" in call(tmp_path, "convert", "saved.ckpt", "--to", "plain")
+def test_command_writes_the_file_that_it_names(
+    make_trainer: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, path = saved(make_trainer, tmp_path, max_epochs=1)
+    for arguments, code, words in (
+        ([str(path), "--to", "plain"], 0, [str(tmp_path / "saved-plain.ckpt"), "24 bits"]),
+        ([str(path), "--to", "plain"], 2, ["--force"]),
+        ([str(path)], 2, ["--to plain|compact"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["convert", *arguments])
+        assert ended.value.code == code
+        assert re.search(mentions(*words), "".join(capsys.readouterr()))
     assert (tmp_path / "saved-plain.ckpt").is_file()
-    assert "--to plain|compact" in call(tmp_path, "convert", "saved.ckpt", code=2)
