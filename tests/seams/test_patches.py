@@ -308,6 +308,7 @@ def test_hooks_run_after_a_closure(home: ModuleType, make_trainer: Make) -> None
     assert trainer.strategy.optimizer_step == own
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("ends", [True, False])
 def test_resumed_run_logs_each_step_once(home: ModuleType, make_trainer: Make, tmp_path: Path, ends: bool) -> None:
     steps: list[int] = []
