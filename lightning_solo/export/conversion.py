@@ -88,7 +88,7 @@ def to_plain(checkpoint: Checkpoint, source: Path) -> tuple[Checkpoint, list[str
     kept["state_dict"] = replaced(weights, masters)
     kept["optimizer_states"] = [_plain_optimizer(*pair) for pair in zip(before, record, strict=True)]
     bits = sorted({each["bits"] for parameters in record for each in parameters if each["trained"]})
-    notes = [f"weights in fp32, of {' and '.join(map(str, bits))} bits; states of torch's AdamW in fp32"]
+    notes = [f"weights with {' and '.join(map(str, bits))} bits; states of torch's AdamW in fp32"]
     if any(each.get("window") for each in before):
         notes.append("left out: the gradients of an unfinished accumulation window, whose batches add nothing now")
     return kept, notes
