@@ -102,13 +102,22 @@ def make(kind: str, node: Mapping[str, Any], *, allow: Sequence[str] = (), parti
         partial: return a function of the positional arguments (an optimizer's parameters).
 
     Raises:
-        PresetError: a target is defined outside the allowed prefixes, or is of another kind.
+        PresetError: a target is defined outside the allowed prefixes, or is of another kind; or the class of a name
+            refuses an argument.
     """
     if "_target_" in node:
         return _of_kind(instantiate({**node, "_partial_": True} if partial else node, kind, allow), kind, kind)
+    import torch  # which its class has imported
+
     cls = resolve_name(target_of(kind, node["name"], f"{kind}.name"))
     arguments = {key: value for key, value in node.items() if key != "name"}
-    return functools.partial(cls, **arguments) if partial else cls(**arguments)
+    try:
+        if not partial:
+            return cls(**arguments)
+        cls([torch.zeros(1, requires_grad=True)], **arguments)  # it checks its arguments only when it is made
+    except ValueError as error:
+        raise PresetError(f"{kind}: {error}") from error
+    return functools.partial(cls, **arguments)
 
 
 def _of_kind(thing: Any, kind: str, option: str) -> Any:

@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 
 from lightning_solo.attach import trainer_kwargs
 from lightning_solo.build import HOMES
-from lightning_solo.cards.arguments import check_arguments
+from lightning_solo.cards.arguments import Parameter, check_arguments
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.presets.compose import Preset
-from lightning_solo.presets.parse import PRECISIONS, contradiction, refuse_foreign_targets
-from lightning_solo.presets.signature import parameters_of_class
+from lightning_solo.presets.parse import PRECISIONS, contradiction, refuse_foreign_targets, targets
+from lightning_solo.presets.signature import parameters
 from lightning_solo.presets.targets import instantiate
 
 TARGETS = {
@@ -72,7 +72,7 @@ def trainer(
         raise PresetError(f"{twice[0]} is in the Trainer's configuration and an argument of solo.trainer: drop one")
     refuse_foreign_targets(fields, "trainer", [*TRUSTED, *allow])
     cls = resolve_name(f"{home}:Trainer")
-    check_arguments(fields, parameters_of_class(cls) or {}, "trainer")
+    check_arguments(fields, _accepted(home, fields), "trainer")
     given = {**instantiate(fields, "trainer", [*TRUSTED, *allow]), **arguments}
     listed = [*_listed(given.pop("callbacks", None)), *callbacks]
     plain = {name: value for name, value in given.items() if value is not None}
@@ -80,6 +80,15 @@ def trainer(
         preset, overrides, callbacks=listed, allow=allow, lightning=home, module=module, batch=batch, trainer=plain
     )
     return cls(**{**given, **merged(plain, ours)})
+
+
+def _accepted(home: str, fields: Mapping[str, Any]) -> dict[str, Parameter]:
+    """Return the arguments of a home's Trainer; those that are objects in ``fields`` accept any value."""
+    objects = {name for name, value in fields.items() if name == "callbacks" or any(targets(value, name))}
+    return {
+        name: Parameter(Any, parameter.default) if name in objects else parameter
+        for name, parameter in parameters(f"{home}.trainer.trainer:Trainer").items()
+    }
 
 
 def merged(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,6 +114,7 @@ REFUSED = [
     # a part of Lightning that loads any pickle
     ({"logger": {"_target_": "lightning.fabric.utilities.cloud_io._load"}}, ("trainer.logger._target_", "allow")),
     ({"max_epoch": 3}, ("max_epoch", nearest("max_epochs"))),
+    ({"max_epochs": "abc"}, ("trainer.max_epochs='abc'", "integer")),
 ]
 
 

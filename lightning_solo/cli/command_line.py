@@ -39,11 +39,12 @@ from lightning_solo.presets.config_source import FIELDS
 from lightning_solo.presets.files import check_choice, check_file, conf_folder, preset_files, user_conf_folder
 from lightning_solo.presets.overrides import marks_of, parse_override, refuse_twice
 from lightning_solo.presets.parse import PRECISIONS, check_object, parse_configuration, unknown_field
-from lightning_solo.presets.registry import target_of
+from lightning_solo.presets.registry import NAMES, target_of
 from lightning_solo.presets.signature import parameters
 from lightning_solo.sweeps.jobs import check_most, count_jobs
 
 DEFAULT_OPTIMIZER = "adamw"
+TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
 RESUME = ("never", "auto", "override")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GROUPS = ("solo", "model", "data", "optimizer", "experiment")
@@ -151,6 +152,8 @@ def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfi
             f"resume={plain['resume']!r}{nearest(str(plain['resume']), RESUME)}one of {', '.join(RESUME)}"
         )
     check_run_name(plain["run"])
+    if type(plain["seed"]) is not int or not 0 <= plain["seed"] < 2**32:
+        raise PresetError(f"seed={plain['seed']!r}: must be an integer from 0 to {2**32 - 1}, such as seed=1")
     for kind in ("model", "data"):
         check_object(kind, plain[kind], allow)
     check_object("optimizer", plain["optimizer"], allow, given=["params"])
@@ -160,7 +163,7 @@ def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfi
     solo = parse_configuration(plain["solo"], allow)
     if "hydra" in cfg:
         solo = replace(solo, preset=chosen_in(cfg.hydra))
-    check_arguments(plain["trainer"], parameters("lightning.pytorch.trainer.trainer:Trainer"), "trainer")
+    check_arguments(plain["trainer"], parameters(TRAINER), "trainer")
     _refuse_set_twice(solo, plain["trainer"])
     return CheckedConfig(
         solo=solo,
@@ -365,14 +368,20 @@ def refusal(error: Exception, overrides: Sequence[str]) -> SoloError:
 def _refuse(overrides: Sequence[str]) -> None:
     """Refuse the first override that doesn't apply to the application without overrides."""
     parsed = [parse_override(text) for text in overrides]
-    groups = [o for o in parsed if o.key_or_group in GROUPS or (o.key_or_group in SOLO_GROUPS and o.is_add())]
+    groups = [
+        o
+        for o in parsed
+        if o.key_or_group in GROUPS
+        or o.key_or_group.startswith("hydra/")
+        or (o.key_or_group in SOLO_GROUPS and o.is_add())
+    ]
     try:
         base = compose_application([str(o.input_line) for o in groups])
     except (HydraException, OmegaConfBaseException):
         return
     allow: Any = next((o.value() for o in parsed if o.key_or_group == "allow"), [])
     for override in parsed:
-        if override in groups or override.key_or_group.startswith("hydra"):
+        if override in groups:
             continue
         text, marks = str(override.input_line), marks_of(override)
         field, _, rest = override.key_or_group.partition(".")
@@ -391,18 +400,29 @@ def _refuse_unknown(base: DictConfig, override: Override) -> None:
         if key in ("devices", "num_nodes"):
             raise PresetError(unknown_field(key, override.value()))
         if not isinstance(node, Mapping) or key not in node:
-            there = [str(name) for name in node] if isinstance(node, Mapping) else []
             where = ".".join(path[:depth])
+            accepted = _accepted(where, node)
+            there = list(accepted if accepted is not None else map(str, node if isinstance(node, Mapping) else ()))
             if where == "trainer" and key in FIELDS:
                 raise PresetError(f"{override.input_line}: the preset sets that; write solo.{key}={override.value()}")
-            hint = (
-                f"; a new argument is added by +{override.input_line}" if where in ("trainer", "model", "data") else ""
-            )
+            if key in there:
+                raise PresetError(f"{override.input_line}: not set yet; write +{override.input_line}")
+            foreign = where in ("model", "data") and accepted is None
+            hint = f"; a new argument is added by +{override.input_line}" if foreign else ""
             raise PresetError(
                 f"{override.input_line}: no {key!r} in {where or 'the application'}{nearest(key, there)}"
                 f"there are {', '.join(there) or 'none'}{hint}"
             )
         node = node[key]
+
+
+def _accepted(where: str, node: Any) -> list[str] | None:
+    """Return the arguments of the Trainer, or of a named model, data or optimizer; None if they aren't known."""
+    if where == "trainer":
+        return list(parameters(TRAINER))
+    if where in NAMES and isinstance(node, Mapping) and node.get("name") in NAMES[where]:
+        return list(parameters(target_of(where, node["name"], where)))
+    return None
 
 
 def _refuse_set_twice(solo: Configuration, trainer: Mapping[str, Any]) -> None:

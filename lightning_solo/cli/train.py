@@ -40,7 +40,7 @@ from lightning_solo.cli.command_line import (
 )
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.cli.spelling import on_command_line
-from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.errors import PresetError, SoloError, nearest
 from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.files import conf_folder
 from lightning_solo.requirements import check_machine
@@ -108,16 +108,22 @@ def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -
     callbacks += checkpoint_callbacks(cfg, checked, run_folder)
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks)
     import lightning as L
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
     _quieten()
-    L.seed_everything(int(cfg.seed), workers=True, verbose=False)
+    L.seed_everything(cfg.seed, workers=True, verbose=False)
     model, data = build_parts(checked)
     own = own_arguments(folder, resumes=checkpoint is not None)
-    trainer = L.Trainer(**{**own, **checked.trainer, **kwargs})
+    try:
+        trainer = L.Trainer(**{**own, **checked.trainer, **kwargs})
+    except (ImportError, MisconfigurationException, TypeError, ValueError) as error:
+        raise PresetError(f"trainer: {error}") from error
     started = time.monotonic()
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
+    except MisconfigurationException as error:
+        raise PresetError(_unlogged(cfg.monitor, trainer.callback_metrics) or str(error)) from error
     except SystemExit as exit_:
         terminated = isinstance(exit_, SIGTERMException)  # Lightning's, whose status would be 0
         if not terminated and not isinstance(exit_.__context__, KeyboardInterrupt):
@@ -162,6 +168,13 @@ def objective(metrics: Mapping[str, Any], monitor: str | None) -> float | None:
     """
     names = (name for name in metrics if name == monitor or (monitor is None and is_validation_loss(name)))
     return next((float(metrics[name]) for name in names), None)
+
+
+def _unlogged(monitor: str, metrics: Mapping[str, Any]) -> str | None:
+    """Return the message for a metric that is monitored but not logged; None for one that is."""
+    if monitor == "auto" or monitor in metrics or not metrics:
+        return None
+    return f"monitor={monitor}: the module doesn't log that{nearest(monitor, metrics)}it logs {', '.join(metrics)}"
 
 
 def _quieten() -> None:

@@ -117,6 +117,8 @@ class StdlibText(L.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        if min(context, batch_size) < 1:
+            raise ValueError(f"context={context} and batch_size={batch_size} must be at least 1")
         self.context = context
         self.batch_size = batch_size
         self.max_bytes = max_bytes

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import Override, RangeSweep
 
+from lightning_solo.cards.arguments import Parameter, check_arguments
 from lightning_solo.errors import PresetError
 from lightning_solo.sweeps.files import STATE
 
@@ -48,6 +49,16 @@ class Settings:
             raise PresetError(f"hydra.launcher.timeout_s={self.timeout_s}: must be positive, or null for no limit")
         if self.rerun not in RERUN:
             raise PresetError(f"hydra.launcher.rerun={self.rerun!r}: must be one of {', '.join(RERUN)}")
+
+
+def check_names(section: str, options: Mapping[str, Any], settings: type[Any]) -> None:
+    """Refuse options of one of Hydra's sections that its settings don't have.
+
+    Raises:
+        PresetError: names the nearest setting.
+    """
+    accepted = {name: Parameter(Any, None) for name in settings.__dataclass_fields__}
+    check_arguments(options, accepted, f"hydra.{section}")
 
 
 def check_least(section: str, settings: object, **least: int) -> None:

@@ -26,7 +26,7 @@ from lightning_solo.errors import SoloError
 from lightning_solo.sweeps.application import Application, application_of
 from lightning_solo.sweeps.display import Display, failures
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.jobs import Job, Settings, check_folders, check_most, count_jobs
+from lightning_solo.sweeps.jobs import Job, Settings, check_folders, check_most, check_names, count_jobs
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.sweep import Sweep
@@ -56,6 +56,7 @@ class Launch:
         with without_trace():
             self.hydra_context = hydra_context
             self.config = config
+            check_names("launcher", settings, Settings)
             self.settings = Settings(**settings)
             self.application = application_of(task, preload, hydra_context)
             check_product(config, max_jobs, hydra_context.config_loader)

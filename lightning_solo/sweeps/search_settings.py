@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_solo.errors import ConflictError, PresetError, nearest
-from lightning_solo.sweeps.jobs import check_least
+from lightning_solo.sweeps.jobs import check_least, check_names
 from lightning_solo.sweeps.results import Row, number
 
 VALUE = "value"
@@ -65,6 +65,7 @@ def settings(options: Mapping[str, Any], parallel: int) -> Settings:
         PresetError: a value is out of range.
         ConflictError: two values can't be combined.
     """
+    check_names("sweeper", options, Settings)
     n_jobs, direction, objectives = (options[name] for name in ("n_jobs", "direction", "objectives"))
     directions = [direction] if isinstance(direction, str) else list(direction)
     objectives = list(objectives or [VALUE, "peak_memory"][: len(directions)])

@@ -85,6 +85,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["bf16"], ["'bf16'", "key=value"]),
         (["--experimental-rerun", "x.pickle"], ["--experimental-rerun"]),
         (["+trainer.max_stepz=1"], [nearest("max_steps")]),
+        (["trainer.max_stepz=1"], [nearest("max_steps")]),
+        (["trainer.gradient_clip_val=1"], ["write +trainer.gradient_clip_val=1"]),
+        (["seed=abc"], ["seed='abc'", "integer"]),
+        (["seed=1.5"], ["seed=1.5", "integer"]),
+        (["seed=-1"], ["seed=-1", "from 0"]),
+        (["-m", "seed=1,2", "hydra.launcher.timeout=3"], ["hydra.launcher.timeout=3", nearest("timeout_s")]),
         (
             ["+solo/callback=throughput", "solo.callback.throughput.every_n_steps=3", "trainer.accelerator=cpu"],
             ["trainer.accelerator=cpu", "+trainer.accelerator=cpu"],

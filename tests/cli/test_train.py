@@ -134,6 +134,30 @@ def test_an_optimizer_that_the_model_does_not_take_is_no_part_of_the_runs_config
         train_command.train(compose_application([*overrides, "allow=[m]"]), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("optimizer.lr=-1", ["optimizer", "-1"]),
+        ("data.batch_size=0", ["data", "batch_size=0", "at least 1"]),
+        ("data.context=0", ["data", "context=0", "at least 1"]),
+        ("model.heads=3", ["model", "width=32", "heads=3", "try width=33"]),
+        ("+trainer.accelerator=tpu", ["trainer", "torch_xla"]),
+        ("monitor=val_loss", ["monitor=val_loss", nearest("validation/loss")]),
+    ],
+)
+def test_refused_values_end_without_a_trace(tmp_path: Path, override: str, words: list[str]) -> None:
+    small = [
+        "experiment=quick",
+        "model.width=32",
+        "model.depth=1",
+        "trainer.max_steps=1",
+        "trainer.val_check_interval=1",
+    ]
+    cfg = compose_application([*small, override])
+    with pytest.raises(PresetError, match=mentions(*words)):
+        train_command.train(cfg, tmp_path)
+
+
 def test_the_metrics_of_a_resumed_run_continue_its_file(tmp_path: Path) -> None:
     file = tmp_path / "csv" / "metrics.csv"
 

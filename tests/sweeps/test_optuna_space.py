@@ -100,6 +100,7 @@ def test_invalid_space_is_refused(texts: list[str], error: type[Exception], word
         ({"direction": "min"}, PresetError, ["direction=min", "minimize, maximize"]),
         ({"objectives": ["value", "memory"]}, PresetError, ["objectives=memory", nearest("peak_memory")]),
         ({"n_trials": 0}, PresetError, ["n_trials=0", "1 or more"]),
+        ({"n_trial": 2}, PresetError, ["hydra.sweeper.n_trial=2", nearest("n_trials")]),
         ({"n_jobs": 0}, PresetError, ["n_jobs=0"]),
         ({"seed": -1}, PresetError, ["seed=-1", "null"]),
         ({"direction": ["minimize"] * 2, "objectives": ["value"]}, ConflictError, ["[minimize,minimize]", "[value]"]),
