@@ -41,14 +41,19 @@ def read(device: torch.device) -> Reading:
 
 
 def with_host(reading: Reading, device: torch.device) -> Reading:
-    """Return a reading with this process's memory, and on a CUDA device the bytes used by all processes."""
-    process, used = _read_process(), None
-    if device.type == "cuda":
-        started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        free, total = torch.cuda.mem_get_info(device) if started else (0, 0)
-        used = total - free
-    host = {"resident": process.resident, "peak_resident": process.peak_resident, "swap": process.swap}
-    return replace(reading, **host, device_used=used)
+    """Return a CUDA reading with this process's memory and the bytes that all processes use; any other as it is."""
+    if device.type != "cuda":
+        return reading
+    started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    free, total = torch.cuda.mem_get_info(device) if started else (0, 0)
+    host = _read_process()
+    return replace(
+        reading,
+        resident=host.resident,
+        peak_resident=host.peak_resident,
+        swap=host.swap,
+        device_used=total - free,
+    )
 
 
 def free_device_bytes(module: torch.nn.Module) -> int:
