@@ -93,10 +93,11 @@ gpu:
 wheel: $(VENV)/.installed
 	$(BIN)/python -m build --wheel --outdir dist
 
-# The ladder of README, measured here, and README's table rewritten from examples/results.
+# The ladder of README, measured here, and README's table and pictures made anew from examples/results.
 ladder: $(VENV)/.installed
 	$(call measure_ladder,$(BIN)/python,$(call device_of,$(BIN)/python))
 	$(BIN)/python docs/tables.py --write
+	$(BIN)/python docs/pictures.py --write
 
 # Every architecture of transformers, planned and trained: an hour on two cores; a dozen of them are in the tests.
 architectures: $(VENV)/.installed

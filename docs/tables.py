@@ -21,7 +21,7 @@ from typing import Any
 
 from lightning_solo.cards.card import RESOURCES, Card
 from lightning_solo.cards.catalogue import built_in_cards
-from lightning_solo.ladder.display import COLUMNS, details, noise_in_words
+from lightning_solo.ladder.display import COLUMNS, details, noise_in_words, shortened
 from lightning_solo.ladder.figures import Figures
 from lightning_solo.planner.device import CAPABILITIES, device
 from lightning_solo.presets.compose import compose
@@ -57,7 +57,7 @@ def ladder_table(result: dict[str, Any]) -> str:
         f"Memory: {result['memory']}. {capitalized(noise_in_words(rungs))}. Command: `{result['command']}`\n"
     )
     remarks = "".join(f"- {line}\n" for line in details(rungs))
-    return markdown(filled_table("", (name, *COLUMNS), rungs)) + note + (f"\n{remarks}" if remarks else "")
+    return markdown(filled_table("", (name, *COLUMNS), shortened(rungs))) + note + (f"\n{remarks}" if remarks else "")
 
 
 def capitalized(text: str) -> str:
@@ -324,14 +324,14 @@ def activation_budget_table(result: dict[str, Any]) -> str:
     rows = [
         [
             name,
-            *(f"{row['budget'] / MiB:.1f}: {row['peak'] / MiB:.1f}, {row['kept']} kept" for row in measured),
+            *(f"{row['budget'] / MiB:.1f}: {row['peak'] / MiB:.1f} ({row['kept']})" for row in measured),
             f"{max(row['peak'] / row['budget'] for row in measured):.3f} x",
         ]
         for name, measured in models.items()
     ]
     count = max(map(len, models.values()))
     heads = [
-        "budget: peak, in MiB",
+        "budget: peak (blocks kept), in MiB",
         *(f"budget {number + 1}" for number in range(count)),
         "largest peak, of its budget",
     ]

@@ -17,13 +17,16 @@ from tests.pages import DOCS, ROOT, load_file
 from tests.report.browser import CHROMIUM, Page, chromium
 
 pytestmark = pytest.mark.long
-PHONE, DESKTOP = (390, 844), (1440, 900)
+PHONE, DESKTOP = (390, 844), (1280, 900)
 LOADED = "document.readyState === 'complete'"
 WIDER = """[...document.querySelectorAll('body *')].filter((element) => {
   const box = element.getBoundingClientRect();
-  return box.width && box.right > innerWidth + 1 && !element.closest('.table-wrapper, .made, pre, .sidebar-drawer,'
+  return box.width && box.right > innerWidth + 1 && !element.closest('.table-wrapper, .chart, pre, .sidebar-drawer,'
     + ' .toc-drawer, .skip-to-content');
 }).map((element) => element.outerHTML.slice(0, 120))"""
+
+SCROLLED = """[...document.querySelectorAll('.table-wrapper')].filter((box) => box.scrollWidth > box.clientWidth + 1)
+  .map((box) => box.innerText.slice(0, 120))"""
 
 
 @pytest.fixture(scope="module")
@@ -81,5 +84,7 @@ def test_pages_fit_the_screen_and_ask_for_nothing(
         assert all(url.startswith(("file:", "data:")) for url in browser.requests()), path
         assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), (path, browser.evaluate(WIDER))
         assert browser.evaluate(WIDER) == [], path
+        if size == DESKTOP:
+            assert browser.evaluate(SCROLLED) == [], path
         background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (sum(map(int, background[4:-1].split(","))) < 200) == dark, background

@@ -15,8 +15,9 @@ import pytest
 from lightning_solo.cli.ladder_line import compose_base, parse
 from lightning_solo.ladder.figures import Figures
 from tests.messages import lines_with
-from tests.pages import ROOT, TABLES
+from tests.pages import DOCS, ROOT, TABLES, load_file
 
+PICTURES = load_file(DOCS / "pictures.py")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -41,6 +42,7 @@ def test_the_ladder_is_that_of_make_ladder(device: str, tmp_path: Path) -> None:
     file = Path("examples/results", f"ladder_{device}.json")
     assert printed[measures + 1].endswith(f" runs/readme/ladder.json {file}")
     assert printed[measures + 2].endswith(" docs/tables.py --write")
+    assert printed[measures + 3].endswith(" docs/pictures.py --write")
     assert (ROOT / file).exists() or device == "gpu"
     if (ROOT / file).exists():
         assert json.loads((ROOT / file).read_text())["command"] == shlex.join(["lightning-solo", *arguments])
@@ -79,3 +81,18 @@ def test_a_changed_table_is_noticed() -> None:
     figure = re.search(r"\d+ MiB", README)
     assert figure is not None
     assert TABLES.render(README.replace(figure[0], "7 MiB", 1)) == README
+
+
+def test_pictures_are_those_of_the_results() -> None:
+    for path, text in PICTURES.files().items():
+        assert path.read_text(encoding="utf-8") == text, "write: python docs/pictures.py --write"
+        assert README.count(f"docs/_static/{path.name}") == 1
+
+
+def test_chart_names_each_rung_with_its_figure() -> None:
+    memory, _ = PICTURES.figures("ladder_cpu.json")
+    drawn = PICTURES.svg(memory, PICTURES.LIGHT)
+    assert len(memory.table.rows) > 9
+    for name, figure in memory.table.rows:
+        assert f">{name.text}<" in drawn
+        assert f">{figure.text}<" in drawn

@@ -6,6 +6,7 @@
 {resources}                 all resources that a card may own, read or free
 {formats}                   which devices multiply in which formats of low precision
 {results} ladder_cpu.json   a table of measurements from examples/results, with its command
+{chart} ladder_cpu.json     the same measurements as a picture
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 
-def _tables() -> Any:
-    spec = importlib.util.spec_from_file_location("tables", Path(__file__).parents[1] / "tables.py")
+def _module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,7 +30,7 @@ def _tables() -> Any:
     return module
 
 
-TABLES = _tables()
+TABLES, PICTURES = _module("tables"), _module("pictures")
 
 
 class Table(SphinxDirective):
@@ -54,6 +55,16 @@ class Table(SphinxDirective):
         return [container]
 
 
+class Chart(SphinxDirective):
+    """Draws what `pictures.py` returns for a file of results."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return the drawn charts, for light and dark pages."""
+        return [nodes.raw("", PICTURES.html(*self.arguments), format="html")]
+
+
 def fences_to_blocks(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Turn code between triple backquotes, as docstrings have it, into the blocks of reStructuredText."""
     fenced = False
@@ -72,4 +83,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", fences_to_blocks, priority=100)  # before napoleon's
     for name in ("card", "techniques", "presets", "resources", "results", "formats"):
         app.add_directive(name, Table)
+    app.add_directive("chart", Chart)
     return {"parallel_read_safe": True}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.table import Table as RichTable
 
@@ -16,7 +17,22 @@ from lightning_solo.units import GiB, MiB, format_bytes, format_seconds
 def table(rows: Sequence[Figures], steps: int) -> RichTable:
     """Return the table: memory, time and loss of each rung, with their changes against the baseline."""
     title = f"after {steps} optimizer steps; changes and difference are against {BASELINE}"
-    return terminal(filled_table(title, (RUNG, *COLUMNS), rows), wrapped=(RUNG.heading,), narrow=True)
+    return terminal(filled_table(title, (RUNG, *COLUMNS), shortened(rows)), wrapped=(RUNG.heading,), narrow=True)
+
+
+def shortened(rows: Sequence[Figures]) -> list[Figures]:
+    """Return rows in which a rung that adds one technique to the row above has only this technique in its name.
+
+    >>> [row.name for row in shortened([Figures(name, "") for name in ("a", "b", "a + b", "a + b + c", "a + c")])]
+    ['a', 'b', 'a + b', '+ c', 'a + c']
+    """
+    before = ["", *(row.name for row in rows)]
+    short = []
+    for row, above in zip(rows, before, strict=False):
+        added = row.name.removeprefix(f"{above} + ")
+        adds = " + " in above and added != row.name and " + " not in added
+        short.append(replace(row, name=f"+ {added}") if adds else row)
+    return short
 
 
 def size(count: int | None) -> Cell:

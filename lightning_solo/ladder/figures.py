@@ -15,7 +15,10 @@ NOT_RUN = "not run here"
 REFUSED = "refused"
 CHANGES = {"counted_bytes": "counted_change", "peak_bytes": "peak_change", "step_s": "step_change"}
 """Figure -> its relative change against the baseline."""
-UNCHANGED = ("counted_bytes", "peak_bytes", "before_bytes", "step_s", "step_quartiles_s", "samples_per_step", "device")
+UNCHANGED = (
+    *("counted_bytes", "breakdown", "peak_bytes", "before_bytes"),
+    *("step_s", "step_quartiles_s", "samples_per_step", "device"),
+)
 """Measurements that a row repeats."""
 
 
@@ -26,6 +29,7 @@ class Figures:
     Attributes:
         detail: why it did not finish, or can't be compared with the baseline.
         counted_bytes: peak of the tensors of training, as `memory.ledger` counts them; None for a single step.
+        breakdown: counted bytes of each category of ``memory.events.CATEGORIES``.
         counted_change: relative change against the baseline; -0.25 is a quarter less.
         peak_bytes: peak memory of the device, or of the process without a GPU.
         peak_change: relative change against the baseline.
@@ -44,6 +48,7 @@ class Figures:
     status: str
     detail: str = ""
     counted_bytes: int | None = None
+    breakdown: Mapping[str, int] | None = None
     counted_change: float | None = None
     peak_bytes: int | None = None
     peak_change: float | None = None

@@ -117,6 +117,7 @@ def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, ste
     return {
         "device": device.type,
         "counted_bytes": counted and counted[0].bytes,
+        "breakdown": counted and counted[0].breakdown,
         "steps": runner.global_step,  # two optimizers under manual optimization take two a batch
         "peak_bytes": reading.peak_allocated or reading.peak_resident,
         "before_bytes": before.resident if before.allocated is None else before.allocated,

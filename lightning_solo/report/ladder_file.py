@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from lightning_solo.errors import CheckpointError
-from lightning_solo.ladder.display import ALL
+from lightning_solo.ladder.display import ALL, shortened
 from lightning_solo.ladder.figures import CHANGES, Figures, changes
-from lightning_solo.report.charts import bars
+from lightning_solo.memory.events import CATEGORIES
+from lightning_solo.report.charts import bars, stacks
 from lightning_solo.report.model import Figure, Report, plain
+from lightning_solo.report.plan_chart import CATEGORIES as SIGNS
 from lightning_solo.tables import Cell, Table, filled_table
-from lightning_solo.units import GiB, format_bytes, format_seconds
+from lightning_solo.units import GiB, MiB, format_bytes, format_seconds
 
 FILE = "ladder.json"
 NUMBERS = ("counted_bytes", "peak_bytes", "step_s", "loss", "loss_difference")
@@ -41,15 +43,21 @@ def read_ladder(folder: Path) -> Report:
         "Ladder's versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
     report.facts.update({name: plain(value) for name, value in facts.items() if value})
+    report.figures.extend(figures(rows, baseline))
+    report.tables.append(filled_table("Ladder", ALL, shortened(rows), sortable=True))
+    return report
+
+
+def figures(rows: list[Figures], baseline: str) -> list[Figure]:
+    """Return the charts of memory and step time, each if a row has the figure."""
     counted = any(row.counted_bytes is not None for row in rows)  # not before 0.2.0, nor of a single step
     title, key = ("Ladder: memory of training", "counted_bytes") if counted else ("Ladder: peak memory", "peak_bytes")
+    unit = "GiB" if any((getattr(row, key) or 0) >= GiB for row in rows) else "MiB"
     drawn = [
-        bar_figure("ladder_memory", title, rows, baseline, key, "GiB", format_bytes),
+        bar_figure("ladder_memory", title, rows, baseline, key, unit, format_bytes),
         bar_figure("ladder_time", "Ladder: step time", rows, baseline, "step_s", "seconds per step", format_seconds),
     ]
-    report.figures.extend(figure for figure in drawn if figure is not None)
-    report.tables.append(filled_table("Ladder", ALL, rows, sortable=True))
-    return report
+    return [figure for figure in drawn if figure is not None]
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -89,11 +97,23 @@ def figures_of(rows: list[dict[str, Any]], baseline: str) -> list[Figures]:
             step_quartiles_s=quartiles_of(row),
             step_within_noise=row.get("step_within_noise") is True,
             exact=row["exact"] if isinstance(row.get("exact"), bool) else None,
+            breakdown=breakdown_of(row),
             **{key: row[key] for key in NUMBERS},
             **changes(row, base),
         )
         for row in rows
     ]
+
+
+def breakdown_of(row: dict[str, Any]) -> dict[str, int] | None:
+    """Return the bytes of each category, or None if they are unknown.
+
+    >>> breakdown_of({"breakdown": {"weights": 8}}), breakdown_of({"breakdown": [8]})
+    (None, None)
+    """
+    sizes = row.get("breakdown")
+    known = isinstance(sizes, dict) and all(type(sizes.get(name)) is int for name in CATEGORIES)
+    return {name: sizes[name] for name in CATEGORIES} if known and isinstance(sizes, dict) else None
 
 
 def quartiles_of(row: dict[str, Any]) -> tuple[float, float] | None:
@@ -117,27 +137,33 @@ def bar_figure(
     unit: str,
     shown: Callable[[Any], str],
 ) -> Figure | None:
-    """Return bars of one figure, or None if no row has it."""
+    """Return bars of one figure, or None if no row has it; bars of counted bytes are stacked by category."""
     if all(getattr(row, key) is None for row in rows):
         return None
-    scale = GiB if unit == "GiB" else 1
+    scale = {"GiB": GiB, "MiB": MiB}.get(unit, 1)
     drawn: list[dict[str, Any]] = []
     noisy = key == "step_s" and any(row.step_within_noise for row in rows)
-    for row, distinct in zip(rows, distinct_names([row.name for row in rows]), strict=True):
+    stacked = key == "counted_bytes" and all(row.breakdown for row in rows if row.counted_bytes is not None)
+    names = distinct_names([row.name for row in shortened(rows)])
+    for row, distinct in zip(rows, names, strict=True):
         figure, differs = getattr(row, key), getattr(row, CHANGES[key])
         mark = "~ " if key == "step_s" and row.step_within_noise else ""
         share = "" if differs is None or row.name == baseline else f" ({mark}{differs:+.0%})"
         text = row.status or "no figure" if figure is None else f"{shown(figure)}{share}"
         value = None if figure is None else figure / scale
         drawn.append({"name": distinct, "value": value, "label": text, "first": row.name == baseline})
+        if stacked:
+            sizes = row.breakdown or {}
+            drawn[-1]["parts"] = {name: sizes.get(name.replace(" ", "_"), 0) / scale for name in SIGNS}
+    before = f"The dashed line is {plain(baseline) or 'absent: no baseline is named'}."
     cells = [(Cell(row["name"], row["name"]), Cell(row["label"], row["value"])) for row in drawn]
     values = "; ".join(f"{row['name']}: {row['label']}" for row in drawn)
     return Figure(
         name=name,
         title=title,
-        caption=f"The dashed line is {plain(baseline) or 'absent: no baseline is named'}." + (NOISE if noisy else ""),
+        caption="The tensors at the peak of an optimizer step." if stacked else before + (NOISE if noisy else ""),
         alternative=f"Bar chart: {title}. {values}.",
-        draw=partial(bars, drawn, unit),
+        draw=partial(stacks, drawn, SIGNS, unit, None) if stacked else partial(bars, drawn, unit),
         table=Table(f"{title}: data", ("combination", unit), cells, sortable=True),
     )
 

@@ -35,7 +35,7 @@ from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.units import GiB
 from tests.messages import lines_with, mentions, nearest
-from tests.modules import loader, regression
+from tests.modules import Stack, loader, regression
 
 STUB = """
 import os, signal
@@ -282,11 +282,11 @@ def test_precision_of_the_last_technique_counts() -> None:
 
 
 def measured(
-    callbacks: list[Any], steps: int, folder: Path, counted: int = 0, **trainer: Any
+    callbacks: list[Any], steps: int, folder: Path, counted: int = 0, width: int = 8, **trainer: Any
 ) -> tuple[dict[str, Any], Clock, Any]:
     torch.manual_seed(0)
-    clock, module = Clock(counted), regression(L.pytorch)
-    module.train_dataloader = lambda: loader(batches=12)
+    clock, module = Clock(counted), regression(L.pytorch, Stack(width=width))
+    module.train_dataloader = lambda: loader(batches=12, width=width)
     arguments = trainer_arguments(compose("baseline"), callbacks=[*callbacks, clock])
     quiet = {"logger": False, "accelerator": "cpu", "default_root_dir": str(folder), "log_every_n_steps": 1, **trainer}
     return measure(module, None, {**quiet, **arguments}, clock, steps), clock, module
@@ -316,10 +316,16 @@ def test_the_bytes_of_training_are_counted_in_the_first_steps_alone(tmp_path: Pa
     measured([logger := MemoryLogger(category_steps=2)], 6, tmp_path)
     assert logger.category_peak is not None
     found, clock, _ = measured([], 6, tmp_path, counted=2)
+    assert sum(found["breakdown"].values()) == found["counted_bytes"]
     assert found["counted_bytes"] == logger.category_peak.bytes > 16 * parameters  # AdamW: weight, gradient, 2 states
     assert clock.counts.steps_left == 0
     assert found["fingerprint"] == plain["fingerprint"]
-    released, _, _ = measured([GradientRelease()], 6, tmp_path, counted=2)
+
+
+def test_bytes_of_released_gradients_are_not_counted(tmp_path: Path) -> None:
+    found, _, module = measured([], 3, tmp_path, counted=2, width=256)  # layers that are stepped one by one
+    released, _, _ = measured([GradientRelease()], 3, tmp_path, counted=2, width=256)
+    parameters = sum(p.numel() for p in module.parameters())
     assert released["counted_bytes"] <= found["counted_bytes"] - parameters  # of 4 bytes; the peak moves elsewhere then
     assert found["fingerprint"] == released["fingerprint"]
 

@@ -37,6 +37,18 @@ def test_bars_are_of_the_counted_bytes_where_they_were_counted(tmp_path: Path) -
     assert [cell.text for cell in report.tables[0].rows[3]][2:5] == ["1024 MiB", "2048 MiB", "-75%"]
 
 
+def test_counted_bytes_are_stacked_by_category_where_all_are_known(tmp_path: Path) -> None:
+    sizes = {"weights": 1, "gradients": 2, "optimizer_states": 3, "activations": 4, "temporaries": 5, "other": 0}
+    row = ladder_row("a", 2 * GiB, 0.1, counted_bytes=15, breakdown=sizes)
+    report = read_ladder(make_ladder(tmp_path, row))
+    drawn = report.figures[0].draw(LIGHT)["datasets"]["data"]
+    parts = {each["part"]: round(each["size"] * 2**20) for each in drawn if each["name"] == "a"}
+    assert parts == {"W weights": 1, "G gradients": 2, "O optimizer states": 3, "A activations": 4, "T temporaries": 5}
+    without = ladder_row("b", 2 * GiB, 0.1, counted_bytes=15, breakdown={"weights": "many"})
+    report = read_ladder(make_ladder(tmp_path, row, without))
+    assert "part" not in report.figures[0].draw(LIGHT)["datasets"]["data"][0]
+
+
 def test_a_change_within_the_noise_is_marked(tmp_path: Path) -> None:
     noisy = ladder_row("a", 2 * GiB, 0.25, step_quartiles_s=[0.2, 0.3], step_within_noise=True)
     odd = ladder_row("b", 2 * GiB, 0.25, step_quartiles_s=[0.2, None], step_within_noise="no")
