@@ -714,6 +714,31 @@ def test_frozen_weights_that_are_built_and_loaded_keep_24_bits(make_trainer: Mak
     torch.testing.assert_close(ours, theirs, rtol=2**-15, atol=0)
 
 
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.parametrize("built", [False, True])
+def test_log_counts_frozen_weights_that_are_rounded(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture, built: bool
+) -> None:
+    rounded, kept = (
+        in_configure_model(lightning.pytorch, frozen_net) if built else regression(lightning.pytorch, frozen_net())
+        for _ in range(2)
+    )
+    frozen = sum(p.numel() for p in frozen_net().parameters() if not p.requires_grad)
+    with caplog.at_level("INFO"):
+        fit(make_trainer, CompactStates(), module=rounded, precision="bf16-true", max_steps=1)
+    assert lines_with(caplog.text, "compact_states", f"{frozen:,} frozen", "rounded to bf16", "precision=bf16-mixed")
+    assert rounded.net.blocks[1].up.weight.dtype == torch.bfloat16
+
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        fit(make_trainer, CompactStates(), module=kept, precision="bf16-mixed", max_steps=1)
+        fit(make_trainer, CompactStates(), module=regression(lightning.pytorch, net()), max_steps=1)
+    assert not lines_with(caplog.text, "frozen", "rounded")
+    up = kept.net.blocks[1].up.weight
+    assert up.dtype == torch.float32
+    assert (up != up.bfloat16().float()).any()
+
+
 def break_configure_model(module: Any) -> None:
     def half_built() -> None:
         module.net = net()

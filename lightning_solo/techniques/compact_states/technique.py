@@ -90,6 +90,11 @@ class CompactStates(Technique, Settings):
         if message := self.precision_refusal(precision):
             raise ConflictError(message)
         ctx.undo.callback(self._join, ctx)
+        if precision == "bf16-true" and (frozen := sum(p.numel() for p in self._weights.frozen(ctx.module))):
+            ctx.info(
+                f"compact_states: {frozen:,} frozen weights are rounded to bf16 for good, which saves"
+                f" {format_bytes(2 * frozen)}; precision=bf16-mixed keeps them in fp32"
+            )
         bits = self.master_bits if self.back_end == "own" else STOCHASTIC  # without corrections of ours
         self._weights.split(ctx.module, bits, lambda p: self._is_split(p, precision), to_bf16=precision == "bf16-true")
 

@@ -37,6 +37,11 @@ class WeightSplit:
         """Return a context for loading fp32 weights into a module whose weights are split, one weight at a time."""
         return self._building or nullcontext()
 
+    def frozen(self, module: nn.Module) -> list[Tensor]:
+        """Return the weights in fp32 that aren't trained, also those that were split while they were built."""
+        built = self._building.corrections if self._building is not None else {}
+        return [p for p in module.parameters() if not p.requires_grad and (p.dtype == torch.float32 or p in built)]
+
     def split(self, module: nn.Module, bits: int | str, splits: Callable[[Tensor], bool], *, to_bf16: bool) -> None:
         """Split the remaining weights one by one, and join split weights that no optimizer will step.
 
