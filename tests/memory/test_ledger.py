@@ -146,6 +146,16 @@ def profiled_peak(step: Callable[[], object]) -> int:
     return highest
 
 
+def test_workspace_of_an_operator_is_part_of_the_peak() -> None:
+    with Ledger() as ledger:
+        kept = torch.zeros(100)
+        ledger.see_workspace(1000)
+        later = torch.zeros(10)
+    assert ledger.peak_bytes == 400 + 1000
+    assert ledger.peak().breakdown["temporaries"] == 1000
+    assert ledger.live_bytes == kept.nbytes + later.nbytes
+
+
 @pytest.fixture
 def no_workspace() -> Iterator[None]:
     """Turn off oneDNN, whose bf16 products allocate and free memory within one operator, which no ledger sees."""

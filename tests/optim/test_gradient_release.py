@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from lightning_solo.errors import CheckpointError, ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import CompactAdamW, StepInBackward, adamw_update
+from lightning_solo.optim.gradient_sums import GradientSums
 from lightning_solo.optim.immediate_steps import ImmediateSteps
+from lightning_solo.optim.kernels import Control
 from lightning_solo.optim.operator_kernels import OperatorKernels
 from lightning_solo.optim.split_weights import split_parameters
+from lightning_solo.optim.staging import Staging
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE
 from tests.messages import mentions
 
@@ -609,3 +613,16 @@ def test_a_window_of_another_number_of_micro_batches_is_dropped(accumulation: in
     with pytest.warns(UserWarning, match=mentions("gradients", "dropped", "accumulate_grad_batches")):
         optimizer.load_state_dict(state)
     assert not release.has_kept
+
+
+@pytest.mark.parametrize("buffer", ["device", "host"])
+def test_norm_is_measured_again_for_another_bound(buffer: str) -> None:
+    parameter = nn.Parameter(torch.zeros(4))
+    staging = Staging(torch.device("cpu")) if buffer == "host" else None
+    sums = GradientSums(OperatorKernels(torch.device("cpu")), staging)
+    sums.allocate({parameter: torch.float32})
+    zero = torch.zeros(())
+    sums.add(parameter, torch.full((4,), 3.0), torch.float32, Control(zero, zero))
+    for bound, norm in ((math.inf, 6.0), (0.5, 1.0), (2.0, 4.0), (math.inf, 6.0)):
+        assert float(sums.norm([parameter], Control(zero, zero, bound))) == norm
+        assert sums.norms([parameter], Control(zero, zero, bound)).tolist() == [norm]

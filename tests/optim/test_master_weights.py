@@ -199,6 +199,18 @@ def test_chunks_change_nothing(master_bits: int | str, monkeypatch: pytest.Monke
     assert equal(*results)
 
 
+def test_parameters_are_rounded_by_different_random_numbers() -> None:
+    """Two equal parameters with equal gradients, both halfway between two bf16 numbers after the step."""
+    parameters = [nn.Parameter(torch.ones(512, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = MasterWeights(torch.optim.SGD(parameters, lr=1.0), master_bits=STOCHASTIC)
+    for p in parameters:
+        p.grad = torch.full_like(p, -(2.0**-8))
+    optimizer.step()
+    first, second = (p.detach().float() for p in parameters)
+    assert {*first.unique().tolist()} == {*second.unique().tolist()} == {1.0, 1.0 + 2.0**-7}
+    assert (first != second).float().mean() > 0.1  # quasirandom sequences, of which each has its own start
+
+
 def test_stochastic_rounding_moves_the_mean() -> None:
     """Updates of a 2,000th of a weight, a quarter of what bf16 can tell: the mean moves as fp32 would."""
     p = nn.Parameter(torch.ones(2**14, dtype=torch.bfloat16))

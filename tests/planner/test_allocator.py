@@ -57,6 +57,17 @@ def test_freed_blocks_are_reused_by_best_fit_and_merged() -> None:
     assert allocator.reserved == 20 * MiB
 
 
+@pytest.mark.parametrize(("less", "splits"), [(MiB, False), (MiB + 512, True)])
+def test_rest_of_a_large_block_is_split_off_only_above_1_mib(less: int, splits: bool) -> None:
+    allocator = CachingAllocator()
+    block = allocator.allocate(12 * MiB)
+    allocator.release(block)
+    again = allocator.allocate(12 * MiB - less)
+    assert again.size == (12 * MiB - less if splits else 12 * MiB)
+    assert (again.after is not None) == splits
+    assert allocator.reserved == 12 * MiB
+
+
 def test_unused_segments_are_released_before_out_of_memory() -> None:
     allocator = CachingAllocator(capacity=40 * MiB)
     allocator.release(allocator.allocate(30 * MiB))

@@ -125,6 +125,14 @@ def test_target_in_an_interpolation_is_refused() -> None:
     assert "os.system" in refused(cfg.solo)
 
 
+@pytest.mark.parametrize("value", ["\\${oc.env:HOME}", "logs/\\${solo.precision}.csv"])
+def test_escaped_interpolation_is_refused(value: str) -> None:
+    """Resolved once more, by whoever gets the fields, it would be another value than the one that was checked."""
+    fields = {"precision": "32-true", "callback": {"memory_logger": {"file": value}}}
+    with pytest.raises(PresetError, match=mentions("callback.memory_logger.file=", "${", "write the value itself")):
+        compose(fields)
+
+
 def test_the_warning_of_a_combination_names_the_callers_line() -> None:
     for call in (solo.trainer_kwargs, solo.show, compose):
         with pytest.warns(UserWarning, match="replaces") as caught:
