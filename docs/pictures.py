@@ -15,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_solo.planner.plan import Plan
 from lightning_solo.report import ladder_file
 from lightning_solo.report.charts import bars, lines, stacks
 from lightning_solo.report.figures import in_words, points_table
 from lightning_solo.report.model import Draw, Figure
 from lightning_solo.report.page import vega_lite, vl_convert
 from lightning_solo.report.palette import DARK, LIGHT, Palette
+from lightning_solo.report.plan_chart import picture, timelines
 from lightning_solo.report.series import Series
 from lightning_solo.tables import Table
 from lightning_solo.units import MiB
@@ -83,6 +85,12 @@ def sequences(result: dict[str, Any]) -> list[Figure]:
     return [Figure("sequences", title, "", in_words(title, unit, series), draw, points_table(title, unit, series))]
 
 
+def plans(result: dict[str, Any]) -> list[Figure]:
+    """Return the peak of each preset, and the schedule of a step of those that copy while they compute."""
+    planned = [Plan.from_dict(plan) for plan in result["plans"]]
+    return [figure for figure in (picture(planned), timelines(planned)) if figure is not None]
+
+
 def of_bars(name: str, title: str, rows: Sequence[dict[str, Any]], draw: Draw) -> Figure:
     """Return a figure whose text names each bar's label; the table is on the page."""
     values = "; ".join(f"{row['name']}: {row['label']}" for row in rows)
@@ -94,6 +102,7 @@ CHARTS: dict[str, Callable[[dict[str, Any]], list[Figure]]] = {
     "compact_cpu.json": bytes_per_parameter,
     "padding_cpu.json": padding,
     "sequences_cpu.json": sequences,
+    "plan_byte_gpt_1b.json": plans,
 }
 
 
