@@ -247,7 +247,11 @@ class _Call:
         counting = wrap.calls is not None and wrap.calls.counting
         self.is_whole = self.verify or (counting and block not in _GATHERED_ON_USE)
         self.inputs: tuple[Any, Any] | None = (args, kwargs)
-        leaves, self.spec = tree_flatten(self.inputs)
+        is_flat = not kwargs and all(isinstance(value, Tensor) for value in args)  # as most blocks are called
+        self.spec: Any = None
+        leaves: Sequence[Any] = args
+        if not is_flat:
+            leaves, self.spec = tree_flatten(self.inputs)
         # the empty tensor tells torch the block's device even if no argument is a tensor
         self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
         self.tensors = [torch.empty(0, device=_device_of(block)), *compress(leaves, self.is_tensor)]
@@ -289,8 +293,12 @@ class _Call:
     def recompute(self, tensors: Iterable[Tensor]) -> Any:
         """Run the block again under the state of its forward, and compare the results if `verify` is set."""
         self.wrap.recomputed = True
-        tensor, other = iter(tensors), iter(self.others)
-        args, kwargs = tree_unflatten([next(tensor if is_tensor else other) for is_tensor in self.is_tensor], self.spec)
+        args: Any = tensors
+        kwargs: dict[str, Any] = {}
+        if self.spec is not None:
+            tensor, other = iter(tensors), iter(self.others)
+            leaves = [next(tensor if is_tensor else other) for is_tensor in self.is_tensor]
+            args, kwargs = tree_unflatten(leaves, self.spec)
         with _settings(self.dtype, self.block, self.host), statistics_kept(self.block) as kept:
             if not self.verify:
                 with self.using:
