@@ -24,12 +24,13 @@ from lightning_solo.cards.catalogue import built_in_cards
 from lightning_solo.ladder.display import COLUMNS, details, noise_in_words, shortened
 from lightning_solo.ladder.figures import Figures
 from lightning_solo.planner.device import CAPABILITIES, device
+from lightning_solo.planner.plan import Plan
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import describe
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.tables import Cell, Column, Table, filled_table, markdown
 from lightning_solo.techniques.low_precision_matmul.card import FORMATS, formats_of
-from lightning_solo.units import MiB
+from lightning_solo.units import GiB, MiB
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = ROOT / "conf" / "library" / "solo"
@@ -243,6 +244,23 @@ def planner_table(result: dict[str, Any]) -> str:
     ]
     size = f"{billions:.2f} billion parameters, `{shlex.join(result['planned']['command'])}`."
     return table(["what", "measured", "target", "met"], rows) + note(result, result["command"], size)
+
+
+def plan_table(result: dict[str, Any]) -> str:
+    """Return the line of each plan."""
+    rows = [
+        [
+            f"`{plan.preset}`",
+            plan.verdict,
+            f"{plan.needed_bytes / GiB:.2f} GiB",
+            f"{plan.host_bytes / GiB:.2f} GiB",
+            f"{1e3 * plan.seconds_per_step:.0f} ms",
+            str(plan.largest_micro_batch),
+        ]
+        for plan in map(Plan.from_dict, result["plans"])
+    ]
+    heads = ["preset", "verdict", "needs", "on the host", "step", "largest batch"]
+    return table(heads, rows) + f"\nPlanned, not measured. Command: `{result['command']}`\n"
 
 
 def plan_order_table(result: dict[str, Any]) -> str:
@@ -704,6 +722,7 @@ TABLES = {
     "padding_cpu.json": padding_table,
     "step_cost.json": step_cost_table,
     "sweep_cpu.json": sweep_table,
+    "plan_byte_gpt_1b.json": plan_table,
     "plan_order_cpu.json": plan_order_table,
     "planner_cpu.json": planner_table,
     "architectures_cpu.json": architectures_table,
