@@ -178,7 +178,7 @@ class Configuration:
     def _conflicts(self) -> Iterator[str]:
         for one, other in combinations(self.techniques, 2):
             if one.card.name == other.card.name:
-                yield f"{one.card.group} {one.card.name!r} is chosen twice; remove one with {other.removal}"
+                yield f"{one.card.group} {one.card.name!r} is chosen twice; write {other.removal}"
         yield from self._two_factors()
         yield from self.rivalries()
         for chosen in self.techniques:
@@ -208,7 +208,8 @@ class Configuration:
         factor = self.accumulate_grad_batches
         for chosen in self.techniques:
             if factor not in (None, 1) and "accumulation_factor" in chosen.owned():
-                remedy = chosen.card.instead.get("accumulation_factor", f"remove {chosen.removal}, or drop the factor")
+                removal = f"write {chosen.removal}, or drop accumulate_grad_batches"
+                remedy = chosen.card.instead.get("accumulation_factor", removal)
                 yield (
                     f"{chosen.choice} sets the factor itself, and accumulate_grad_batches={factor} sets it too;"
                     f" {remedy.format(factor=factor)}"
@@ -233,7 +234,7 @@ def _refusal(one: Chosen, other: Chosen, resource: str, relation: str) -> str:
     """Return the message for two techniques that need the same resource."""
     remedies = [
         chosen.card.instead.get(resource, f"{chosen.removal} (removes {chosen.card.name})").format(
-            **{"factor": "N", **vars(chosen.settings)}  # a remedy may name the Trainer's factor, and there is none here
+            **{"factor": "<N>", **vars(chosen.settings)}  # a remedy may name the Trainer's factor: there is none here
         )
         for chosen in (other, one)
         if chosen.card.group == "callback" or resource in chosen.card.instead

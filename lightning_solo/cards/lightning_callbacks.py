@@ -15,7 +15,7 @@ CALLBACKS = {
     "BatchSizeFinder": {"weights": "try sizes with trainer.limit_train_batches=2"},
     "GradientAccumulationScheduler": {
         "accumulation_factor": "write its schedule as milestones of lightning_solo.AccumulationSchedule"
-        " (callback=accumulation_schedule)"
+        " (+callback=accumulation_schedule)"
     },
     "LearningRateFinder": {"weights": "find the rate under a preset without ZeRO, on a smaller model"},
     "StochasticWeightAveraging": {

@@ -51,19 +51,19 @@ def weight_of(batch: Any, samples: int, by: str, option: str = "weight_by") -> f
         if labels is None:
             raise ConflictError(
                 f"{option}={by}: tokens are counted by their labels, and this {type(batch).__name__} has no labels;"
-                f" write {option}=samples, or weight_by=<the key of the weights in the batch>"
+                f" write {option}=samples, or {option}=<the key of the weights in the batch>"
             )
         return float((labels[..., 1:] if by == "shifted_tokens" else labels).ne(IGNORED).sum())
     values = item_of(batch, by)
     if not isinstance(values, torch.Tensor):
         names = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
         raise ConflictError(
-            f"{option}={by!r}: the batch ({names}) has no tensor of this name; write {', '.join(BY)}, or the key of a"
-            " tensor of weights"
+            f"{option}={by!r}: the batch ({names}) has no tensor of this name; write"
+            f" {', '.join(f'{option}={name}' for name in BY)}, or {option}=<the key of a tensor of weights>"
         )
     if values.lt(0).any():
         raise ConflictError(
-            f"{option}={by!r}: {int(values.lt(0).sum())} values of this tensor are negative; write the key of weights"
-            f" of 0 or more, or {option}=tokens to count labels"
+            f"{option}={by!r}: {int(values.lt(0).sum())} values of this tensor are negative; write {option}=<the key of"
+            f" weights of 0 or more>, or {option}=tokens to count labels"
         )
     return float(values.double().sum())

@@ -59,7 +59,8 @@ def _check(override: Override) -> None:
         raise PresetError(unknown_field(key, value, marks_of(override)))
     if not is_choice(override):
         if override.is_delete() and "=" in text:
-            raise PresetError(f"{text!r}: a deletion takes no value; write ~{key}, or ~callback.<name> for a callback")
+            below = f".{text.partition('=')[2]}" if key == "callback" else ""
+            raise PresetError(f"{text!r}: a deletion takes no value; write ~{key}{below}")
         return
     if field == "callback" and not override.is_add():
         raise PresetError(
@@ -67,7 +68,7 @@ def _check(override: Override) -> None:
             " remove one"
         )
     if value is None:
-        raise PresetError(f"{text!r}: write ~{key} to remove it")
+        raise PresetError(f"{text!r}: write ~{key}{'.<name> to remove one' if key == 'callback' else ''}")
     check_choice(field, value)
 
 
@@ -120,7 +121,7 @@ def apply_override(fields: DictConfig, override: Override) -> None:
 def _require(node: Any, path: Sequence[str], text: str) -> Any:
     """Return the container of the last key in a path."""
     for depth, key in enumerate(path):
-        if not isinstance(node, DictConfig) or key not in node or node[key] == {}:
+        if not isinstance(node, DictConfig) or key not in node or (depth == 0 and node[key] == {}):
             names = list(map(str, node)) if isinstance(node, DictConfig) else []
             where = ".".join(path[:depth]) or "the preset"
             raise PresetError(
@@ -138,4 +139,4 @@ def _refuse_absent(fields: DictConfig, text: str, path: Sequence[str]) -> None:
         if path[2:] != ["_target_"]:
             card_of("callback", path[1], f"callback.{path[1]}")
         there = ", ".join(map(str, chosen)) or "none"
-        raise PresetError(f"{text!r}: the preset's callbacks are {there}; write + in front to add this one")
+        raise PresetError(f"{text!r}: the preset's callbacks are {there}; write +{text} to add this one")

@@ -16,13 +16,13 @@ from lightning_solo.errors import ConflictError, PresetError
 ELSEWHERE = {
     "train_batch_size": "the batch size of your loader and accumulate_grad_batches",
     "train_micro_batch_size_per_gpu": "the batch size of your loader",
-    "gradient_accumulation_steps": "accumulate_grad_batches=N",
+    "gradient_accumulation_steps": "accumulate_grad_batches=<N>",
     "gradient_clipping": "Trainer(gradient_clip_val=...)",
     "fp16": "precision=16-mixed",
     "bf16": "precision=bf16-mixed",
     "optimizer": "the optimizer of your module's configure_optimizers",
     "scheduler": "the scheduler of your module's configure_optimizers",
-    "activation_checkpointing": "callback=activation_checkpointing",
+    "activation_checkpointing": "+callback=activation_checkpointing",
     "zero_allow_untested_optimizer": "nothing (any optimizer is allowed), or strategy.host_optimizer=...",
     "zero_force_ds_cpu_optimizer": "strategy.host_optimizer=deepspeed",
 }

@@ -106,7 +106,7 @@ def test_mistakes_are_refused_with_the_remedy(preset: str, overrides: list[str],
 @pytest.mark.parametrize(
     ("preset", "override", "words"),
     [
-        ("accumulation", "accumulate_grad_batches=4", "milestones=[[0, 4]]"),
+        ("accumulation", "accumulate_grad_batches=4", "milestones=[[0,4]]"),
         ("zero_offload", "precision=64-true", "precision=32-true"),
         ("checkpointing", "+callback.again={name:memory_logger}", "twice"),
     ],

@@ -154,7 +154,7 @@ def test_milestones_of_another_type_name_the_option_and_what_is_expected(milesto
 
 def test_two_that_set_the_accumulation_factor_are_refused(home: Any, make_trainer: Any) -> None:
     trainer = make_trainer(home, accumulate_grad_batches=4, callbacks=[AccumulationSchedule()])
-    with pytest.raises(ConflictError, match=mentions("accumulate_grad_batches=4", "milestones=[[0, 4]]")):
+    with pytest.raises(ConflictError, match=mentions("accumulate_grad_batches=4", "milestones=[[0,4]]")):
         trainer.fit(regression(home), loader(2))
     assert trainer.accumulate_grad_batches == 4
     with pytest.raises(ConflictError):  # as early as setup: before the model is moved or built

@@ -202,7 +202,7 @@ def test_batches_that_are_divided_are_weighed_there(home: Any, make_trainer: Any
 
 def test_two_that_say_how_many_batches_make_a_step(home: Any, make_trainer: Any) -> None:
     trainer = make_trainer(home, callbacks=[AccumulationSchedule(), MicroBatching(2, global_batch=8)])
-    with pytest.raises(ConflictError, match=mentions("accumulation_factor", "milestones=[[0, N]]", "global_batch")):
+    with pytest.raises(ConflictError, match=mentions("accumulation_factor", "milestones=[[0,<N>]]", "global_batch")):
         trainer.fit(regression(home), loader(2))
 
 
@@ -397,7 +397,7 @@ def test_nothing_is_estimated_from_few_measurements_or_without_a_signal() -> Non
 
 def test_noise_takes_windows_of_two() -> None:
     for milestones in ([[0, 1]], [[3, 2]]):
-        with pytest.raises(PresetError, match=mentions("noise_scale", "[0, 2]")):
+        with pytest.raises(PresetError, match=mentions("noise_scale", "milestones=[[0,2]]")):
             AccumulationSchedule(milestones, by="noise_scale")
 
 

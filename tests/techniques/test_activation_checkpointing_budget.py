@@ -505,7 +505,9 @@ def test_a_step_that_takes_more_than_the_counted_one_is_warned_of(home, make_tra
 def test_compiled_blocks_are_refused(home, make_trainer):
     module = regression(home, Stack(BLOCKS, WIDTH))
     module.net.blocks[1].compile(backend="eager")
-    with pytest.raises(ConflictError, match=mentions("budget=0.5", "net.blocks.1", "budget=None")):
+    with pytest.raises(
+        ConflictError, match=mentions("budget=0.5", "net.blocks.1", "callback.activation_checkpointing.budget=null")
+    ):
         fitted(home, make_trainer, ActivationCheckpointing(budget=0.5), module=module)
 
 

@@ -221,7 +221,7 @@ def test_batch_without_tensors_warns_once(home: Any, make_trainer: Any) -> None:
     module.training_step = lambda batch, batch_idx: module.net(torch.ones(2, 8, device=module.device)).mean()
     callback, logger = Throughput(), recording_logger(home)
     trainer = make_trainer(home, logger=logger, log_every_n_steps=1, callbacks=[callback])
-    with pytest.warns(UserWarning, match=mentions("step_s", "write throughput.samples_per_batch")) as caught:
+    with pytest.warns(UserWarning, match=mentions("step_s", "write callback.throughput.samples_per_batch")) as caught:
         trainer.fit(module, DataLoader(["a", "b", "c"], batch_size=None))
     assert len([w for w in caught if "samples_per_batch" in str(w.message)]) == 1
     assert callback.figures == {}

@@ -47,7 +47,8 @@ class Settings(TechniqueSettings):
         if self.by == "noise_scale" and first_factor(self) < 2:
             raise PresetError(
                 f"accumulation_schedule.milestones={[list(pair) for pair in self.milestones]} by=noise_scale: the noise"
-                " of a window of one batch can't be measured; write a first milestone of 2 batches or more, [0, 2]"
+                " of a window of one batch can't be measured; write a first milestone of 2 batches or more, such as"
+                " callback.accumulation_schedule.milestones=[[0,2]]"
             )
 
 
@@ -92,7 +93,7 @@ CARD = Card(
     reads=_read,
     instead={
         "accumulation_factor": "write the factor as a milestone,"
-        " callback.accumulation_schedule.milestones=[[0, {factor}]], and drop accumulate_grad_batches",
+        " callback.accumulation_schedule.milestones=[[0,{factor}]], and drop accumulate_grad_batches",
         "micro_batch_weights": "callback.accumulation_schedule.weight_by=batches, by other than noise_scale; the"
         " technique that divides batches weighs all of a step by its own weight_by",
     },

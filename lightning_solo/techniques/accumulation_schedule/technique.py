@@ -335,17 +335,17 @@ def refuse_conflicts(trainer: Any, pl_module: Any, schedule: AccumulationSchedul
     if not pl_module.automatic_optimization:
         raise ConflictError(
             f"{OPTION} and {type(pl_module).__name__}.automatic_optimization=False: the module decides when to step;"
-            f" remove {OPTION}, and accumulate in training_step"
+            f" write ~{OPTION}, and accumulate in training_step"
         )
     if trainer.accumulate_grad_batches != 1:
         raise ConflictError(
             f"{OPTION} and accumulate_grad_batches={trainer.accumulate_grad_batches}: both set the factor; write"
-            f" {OPTION}.milestones=[[0, {trainer.accumulate_grad_batches}]], and drop accumulate_grad_batches"
+            f" {OPTION}.milestones=[[0,{trainer.accumulate_grad_batches}]], and drop accumulate_grad_batches"
         )
     if trainer.strategy.handles_gradient_accumulation:
         raise ConflictError(
             f"{OPTION} and {type(trainer.strategy).__name__}, which accumulates by itself, with one factor for the run;"
-            f" remove {OPTION} and write accumulate_grad_batches=N, or take another strategy"
+            f" write ~{OPTION} accumulate_grad_batches=<N>, or take another strategy"
         )
     refuse_callbacks(OPTION, resources(CARD.owns, schedule), trainer.callbacks)
     for other in trainer.callbacks:

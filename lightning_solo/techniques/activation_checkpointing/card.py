@@ -52,7 +52,8 @@ class Settings(TechniqueSettings):
         if self.budget is not None and self.keep != NOTHING:
             raise ConflictError(
                 f"activation_checkpointing: budget={self.budget} chooses whole blocks, and keep={self.keep!r} results"
-                " inside each; write keep=nothing, or budget=null"
+                " inside each; write callback.activation_checkpointing.keep=nothing, or"
+                " callback.activation_checkpointing.budget=null"
             )
 
 

@@ -105,8 +105,8 @@ class ActivationCheckpointing(Technique, Settings):
             if id(part) in inside or any(id(each) in blocks for each in part.modules()):
                 raise ConflictError(
                     f"activation checkpointing: budget={self.budget} chooses single blocks, and"
-                    f" {name or 'the whole module'} is compiled; write budget=None, or compile only these blocks, as"
-                    " the preset compile does"
+                    f" {name or 'the whole module'} is compiled; write callback.activation_checkpointing.budget=null,"
+                    " or compile only these blocks, as the preset compile does"
                 )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -44,7 +44,7 @@ CARD = Card(
         Requirement(
             "cuda",
             "callback.allocator needs a CUDA device: it reads the CUDA allocator; without one leave it out, and write"
-            " callback=memory_logger for the memory of the process",
+            " +callback=memory_logger for the memory of the process",
         ),
         Requirement(
             "check",

@@ -59,7 +59,7 @@ def _steps_unknown(settings: Settings, configuration: Configuration) -> str | No
             return (
                 f"callback.curriculum.pace=steps and {chosen.choice}: items are drawn before the number of batches in a"
                 " step is known; write callback.curriculum.pace=tokens, or callback.curriculum.by=sequence_length,"
-                f" or {chosen.removal} and accumulate_grad_batches=N"
+                f" or {chosen.removal} and accumulate_grad_batches=<N>"
             )
     return None
 

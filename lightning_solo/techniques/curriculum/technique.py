@@ -76,7 +76,7 @@ class Curriculum(Technique, Settings):
                 frozenset({"accumulation_factor"}),
                 trainer.callbacks,
                 "write callback.curriculum.pace=tokens, or callback.curriculum.by=sequence_length, or"
-                " ~callback.curriculum and accumulate_grad_batches=N",
+                " ~callback.curriculum and accumulate_grad_batches=<N>",
             )
         super().setup(trainer, pl_module, stage)
         if joins and self.ctx is not None:

@@ -47,7 +47,7 @@ CARD = Card(
         Requirement(
             "cuda",
             "callback.memory_snapshot needs a CUDA device: it reads the CUDA allocator's history; without one write"
-            " callback.memory_logger.category_steps=2, which logs what the peak of a step consists of",
+            " ++callback.memory_logger.category_steps=2, which logs what the peak of a step consists of",
         ),
     ),
     on_cpu=None,

@@ -127,7 +127,7 @@ class MicroBatching(Technique, Settings):
         if ctx.strategy.handles_gradient_accumulation:
             raise ConflictError(
                 f"callback.micro_batching and {type(ctx.strategy).__name__}, which accumulates by itself; write"
-                " strategy='auto', or ~callback.micro_batching"
+                " Trainer(strategy='auto'), or ~callback.micro_batching"
             )
         if "dataloader_iter" in inspect.signature(ctx.module.training_step).parameters:
             raise ConflictError(

@@ -133,7 +133,7 @@ class Profile(Technique, Settings):
         if self.steps and not self._begun:
             self.ctx.info(
                 f"profile: no trace, since the fit had {self._step - self._first} optimizer steps; write"
-                f" profile.skip_steps={max(self._step - self._first - self.steps, 1)}, or train longer"
+                f" callback.profile.skip_steps={max(self._step - self._first - self.steps, 1)}, or train longer"
             )
 
     # --- what ---

@@ -112,7 +112,7 @@ class Throughput(Callback, Settings):
             self._warned = True
             warnings.warn(
                 f"Throughput: a batch of type {type(batch).__name__} has no tensor, so only step_s is logged; "
-                "write throughput.samples_per_batch=...",
+                "write callback.throughput.samples_per_batch=<samples>",
                 stacklevel=2,
             )
         if samples is not None and tokens is not None and tokens < samples:

@@ -1,0 +1,406 @@
+"""Every remedy that a message gives is followed: it leads to an accepted configuration, or to another question."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_solo.cards.arguments import parameters_of
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.catalogue import built_in_cards
+from lightning_solo.cli import COMMANDS
+from lightning_solo.cli.command_line import check_command_line
+from lightning_solo.cli.spelling import on_command_line
+from lightning_solo.errors import SoloError
+from lightning_solo.presets.compose import compose
+from lightning_solo.presets.overrides import parse_override
+from lightning_solo.presets.parse import PRECISIONS
+from tests.contract.runs import fields
+from tests.messages import nearest
+from tests.remedies import GAP, OVERRIDE, PACKAGE, advice, templates
+
+CARDS = built_in_cards()
+TEMPLATES = sorted(set(templates()))
+
+
+# --- every override in every message of the package ---
+
+SETTINGS = {"callback.activation_offloading.folder": {"mode": "disk"}, "callback.compact_states.state_budget": {}}
+"""Setting -> the other settings with which its messages are raised."""
+
+
+def example(name: str, setting: str) -> str:
+    """Return a value that a setting accepts, in place of the one that a reader fills in."""
+    parameter = parameters_of(CARDS[name].settings)[setting]
+    values = [*parameter.allowed, parameter.default, 2, 0.5, "1GiB", ["Name"], "name"]
+    value = next(value for value in values if value is not None and parameter.complaint(value) is None)
+    return str(list(map(list, value)) if setting == "milestones" else value)
+
+
+def accepts(override: str) -> None:
+    """Compose a preset with an override of a message, whose gaps are filled in."""
+    match = OVERRIDE.fullmatch(override)
+    assert match is not None
+    marks, key, value = match["marks"], match["key"], match["value"]
+    group, _, rest = key.partition(".")
+    name, _, setting = rest.partition(".")
+    preset: dict[str, Any] = {"precision": "bf16-mixed", "callback": {}}
+    if group == "strategy":
+        preset["strategy"], setting, name = {"name": "zero_offload", "stage": 3}, name, "zero_offload"
+    if "activation_offloading" in override:  # which moves the inputs of recomputed blocks
+        preset["callback"] = {"activation_checkpointing": {}}
+    if group == "callback" and name and not marks.startswith("+"):
+        preset["callback"] |= {name: SETTINGS.get(key, {})}
+    if value and re.search(r"[<{\0]", value):
+        value = example(name, setting) if setting else {"precision": "32-true"}.get(key, "2")
+    if setting and value is None and "~" not in marks:  # a setting that is named without a value
+        assert setting in CARDS[name].defaults
+        return
+    if "~" in marks or (value is not None and marks + key != "callback"):
+        compose(preset, [f"{marks}{key}" + ("" if value is None else f"={value}")])
+
+
+OVERRIDES = sorted({match[0] for _, text in TEMPLATES for match in OVERRIDE.finditer(advice(text))})
+
+
+@pytest.mark.parametrize("override", [text for text in OVERRIDES if "solo" not in text and text not in SETTINGS])
+def test_override_of_a_message_is_accepted(override: str) -> None:
+    accepts(override.rstrip("'."))
+
+
+# --- messages of compositions ---
+
+Row = tuple[Any, list[str]]
+"""A preset and overrides that are refused."""
+
+
+def refusal(preset: Any, overrides: Sequence[str]) -> str | None:
+    try:
+        compose(preset, overrides, allow=("mine",))
+    except SoloError as error:
+        return str(error)
+    return None
+
+
+def remedies(message: str) -> list[list[str]]:
+    """Return the alternatives that a message offers, each a list of overrides that are written together."""
+    told, groups, end = advice(message), [], 0
+    for match in OVERRIDE.finditer(told):
+        if match["value"] is None and "~" not in match["marks"]:
+            continue
+        override = match[0].rstrip("'\"].") if match[0].count("[") < match[0].count("]") else match[0].rstrip("'\".")
+        if groups and told[end : match.start()] in (" ", " and "):
+            groups[-1].append(override)
+        else:
+            groups.append([override])
+        end = match.end()
+    return groups
+
+
+def applied(overrides: Sequence[str], remedy: Sequence[str], message: str) -> list[str]:
+    """Return overrides with those of a remedy, which replace the one that is refused and others of the same option."""
+    kept = [text for text in overrides if not message.lstrip("'+~").startswith(re.sub(r"=.*", "", text).lstrip("+~"))]
+    for new in remedy:
+        option = re.sub(r"=.*", "", new).lstrip("+~")
+        same = [text for text in kept if re.sub(r"=.*", "", text).lstrip("+~") == option and option != "callback"]
+        if new.startswith("~"):
+            chosen = f"callback={option.partition('.')[2]}"
+            same += [text for text in kept if text.lstrip("+").startswith((f"{option}.", chosen))]
+        kept = [text for text in kept if text not in same]
+        if not (new.startswith("~") and same):
+            kept.append(re.sub(r"<[^>]*>", "2", new))
+    return kept
+
+
+def card_rows() -> list[Row]:
+    """Return each technique under each precision and factor, and each pair of techniques."""
+    names = dict.fromkeys(PRECISIONS.values())
+    rows: list[Row] = [(fields(card, precision=name), []) for card in CARDS.values() for name in names]
+    rows += [({**fields(card), "accumulate_grad_batches": 4}, []) for card in CARDS.values()]
+    return rows + [(fields(one, other), []) for one, other in combinations(CARDS.values(), 2)]
+
+
+MISTAKES: list[Row] = [
+    ("bf16", ["+solo/callback=throughput"]),
+    ("bf16", ["solo/callback=throughput"]),
+    ("checkpointing", ["~solo.callback.memory_logger"]),
+    ("bf16", ["solo.precision=32-true"]),
+    ("checkpointing", ["every_k=2"]),
+    ("bf16", ["every_k=2"]),
+    ("zero_offload", ["stage=3"]),
+    ("checkpointing", ["callback=throughput"]),
+    ("checkpointing", ["~callback=memory_logger"]),
+    ("bf16", ["+callback=throughput", "+callback=[leak_finder]"]),
+    ("checkpointing", ["+callback.activation_checkpointing.every_k=2"]),
+    ("checkpointing", ["+callback.again={name:memory_logger}"]),
+    ("accumulation", ["accumulate_grad_batches=4"]),
+    ("auto", ["auto.presets=3"]),
+    ("auto", ["auto.accept_tight=3"]),
+    ("zero_offload", ["precision=64-true"]),
+    ("zero_offload", ["+strategy.offload_parameters=true"]),
+    ("offloading", ["callback.activation_offloading.folder=/tmp"]),
+    (
+        "checkpointing",
+        ["callback.activation_checkpointing.keep=products", "callback.activation_checkpointing.budget=0.5"],
+    ),
+    (
+        "accumulation",
+        ["callback.accumulation_schedule.by=noise_scale", "callback.accumulation_schedule.milestones=[[0,1]]"],
+    ),
+    ("compact", ["callback.compact_states.back_end=bitsandbytes_8bit", "callback.compact_states.master_bits=32"]),
+    ("compact", ["precision=16-mixed"]),
+    ("gradient_release", ["precision=16-mixed"]),
+    ("compact", ["+strategy.master_bits=32"]),
+    ("compact", ["+strategy.gradient_buffer=host"]),
+    ("bf16", ["strategy=compact"]),
+]
+
+
+@functools.cache
+def messages() -> list[tuple[Any, list[str], str]]:
+    """Return the rows that are refused, with their messages."""
+    rows = [*MISTAKES, *card_rows()]
+    return [(preset, overrides, text) for preset, overrides in rows if (text := refusal(preset, overrides))]
+
+
+def test_every_mistake_is_refused_with_a_remedy() -> None:
+    refused = [(preset, overrides) for preset, overrides, _ in messages()]
+    assert [row for row in MISTAKES if row not in refused] == []
+    assert [text for _, _, text in messages() if not remedies(text)] == []
+
+
+def refused_after(preset: Any, overrides: Sequence[str], message: str, questions: int = 2) -> str | None:
+    """Follow each remedy of a message, and those of further questions; return a message that offers none that works."""
+    for remedy in remedies(message):
+        dropped = re.findall(r"and drop (\w+)", advice(message))  # by the override ~field if the preset has it
+        kept = [each for each in overrides if each.split("=")[0] not in dropped]
+        kept += [f"~{name}" for name in dropped if kept == overrides]
+        new = applied(kept, remedy, message)
+        again = refusal(preset, new)
+        refuses_remedy = again is not None and again.startswith(repr(remedy[0])) and "callbacks are none" not in again
+        if again is not None and (questions == 0 or again == message or refuses_remedy or not remedies(again)):
+            return f"{overrides}: {message}\n  {remedy}: {again}"
+        if again is not None and (last := refused_after(preset, new, again, questions - 1)):
+            return last
+    return None
+
+
+def test_remedies_of_refused_configurations_work() -> None:
+    assert list(filter(None, (refused_after(*row) for row in messages()))) == []
+
+
+# --- values of settings ---
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_values_that_a_setting_offers_are_accepted(card: Card) -> None:
+    for name, parameter in parameters_of(card.settings).items():
+        for wrong in ({1, 2}, "none of these", -1):
+            complaint = parameter.complaint(wrong) or ""
+            if complaint.startswith("write "):
+                for value in re.findall(r"'[^']+'|\[[^\]<]+\]", complaint):
+                    plain = value.strip("'") if value[0] == "'" else parse_override(f"x={value}").value()
+                    assert parameter.complaint(plain) is None, (card.name, name, complaint)
+
+
+# --- the command line ---
+
+COMMANDS_REFUSED: list[tuple[list[str], str, list[str]]] = [
+    (["callback=throughput"], "+solo/callback=throughput", ["+solo/callback=throughput"]),
+    (["precision=32-true"], "solo.precision=32-true", ["solo.precision=32-true"]),
+    (["solo=bf16", "trainer.precision=32-true"], "solo.precision=32-true", ["solo=bf16", "solo.precision=32-true"]),
+    (["trainer.precison=32-true"], nearest("precision"), []),
+    (["trainer.gradient_clip_val=1"], "+trainer.gradient_clip_val=1", ["+trainer.gradient_clip_val=1"]),
+    (["model.widht=8"], nearest("width"), []),
+    (["solo=bf16,fp16"], "-m", ["-m", "solo=bf16,fp16"]),
+    (["solo=checkpointing,prefetch"], "'solo=[checkpointing,prefetch]'", ["solo=[checkpointing,prefetch]"]),
+    (["root=../x"], "an absolute path", ["root=/tmp/x"]),
+    (["~root"], "drop that", []),
+    (["run=a/b"], "run=first", ["run=first"]),
+    (["-m", "optimizer.lr=interval(1e-5,1e-2)"], "hydra/sweeper=solo_optuna", []),
+    (["-m", "solo=glob(*)"], "separated by commas", ["-m", "solo=bf16,fp16"]),
+    (["-m", "seed=range(1,1)"], "seed=range(1,5)", ["-m", "seed=range(1,5)"]),
+    (["resume=atuo"], "'auto'", ["resume=auto"]),
+    (["+trainer.callbacks=[]"], "'+solo.callback.mine={_target_: my_project.MyCallback}'", []),
+    (["solo.every_k=2"], "solo.callback.activation_checkpointing.every_k=2", []),
+    (
+        ["+solo/callback=throughput", "+solo/callback=leak_finder"],
+        "write +solo/callback=[throughput,leak_finder]",
+        ["+solo/callback=[throughput,leak_finder]"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("refused", "remedy", "instead"), COMMANDS_REFUSED)
+def test_remedies_of_refused_commands_work(
+    refused: list[str], remedy: str, instead: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SoloError) as caught:
+        check_command_line(refused)
+    assert remedy in on_command_line(str(caught.value))
+    check_command_line(instead)
+
+
+# --- the whole package ---
+
+
+def pattern(template: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, template.split(GAP))), re.DOTALL)
+
+
+@functools.cache
+def said() -> list[str]:
+    """Return the messages of the tables above."""
+    texts = [text for _, _, text in messages()]
+    for command, _, _ in COMMANDS_REFUSED:
+        with pytest.raises(SoloError) as caught:
+            check_command_line(command)
+        texts.append(str(caught.value))
+    return texts
+
+
+def is_followed(template: str) -> bool:
+    """Return whether a test above follows a remedy of a template."""
+    if any(match["value"] or "~" in match["marks"] for match in OVERRIDE.finditer(advice(template))):
+        return True
+    return len(template.replace(GAP, "")) > 8 and any(pattern(template).search(text) for text in said())
+
+
+ELSEWHERE: dict[str, dict[str, int]] = {
+    "in Python code": {
+        "attach.py": 3,
+        "cards/catalogue.py": 11,
+        "data/length_batches.py": 3,
+        "data/loaders.py": 3,
+        "data/splitting.py": 3,
+        "data/tokens.py": 1,
+        "data/truncation.py": 1,
+        "errors.py": 1,
+        "export/conversion.py": 2,
+        "export/sources.py": 4,
+        "export/weights.py": 5,
+        "lightning_cli.py": 1,
+        "nn/block_sparse.py": 3,
+        "nn/cross_entropy.py": 7,
+        "nn/layer_drop.py": 1,
+        "nn/saved_tensors.py": 1,
+        "nn/sliding_window.py": 2,
+        "optim/adamw_update.py": 2,
+        "optim/back_ends.py": 2,
+        "optim/compact_adamw.py": 1,
+        "optim/compressed_moments.py": 1,
+        "optim/conversion.py": 1,
+        "optim/gradient_checks.py": 1,
+        "optim/gradient_release.py": 3,
+        "optim/master_weights.py": 2,
+        "optim/split_optimizer.py": 3,
+        "planner/preset_plans.py": 3,
+        "planner/traces.py": 4,
+        "presets/old_spellings.py": 2,
+        "seams/run.py": 2,
+        "techniques/accumulation_schedule/technique.py": 3,
+        "techniques/gradient_release/technique.py": 1,
+        "techniques/prefetch/technique.py": 1,
+        "techniques/zero_offload/technique.py": 1,
+        "trainers.py": 1,
+        "zero/changes.py": 1,
+        "zero/config.py": 8,
+        "zero/flat.py": 5,
+        "zero/host_optimizer.py": 4,
+        "zero/process.py": 3,
+        "zero/refusals.py": 4,
+    },
+    "on the command line, in shells and files": {
+        "cli/__init__.py": 1,
+        "cli/command_line.py": 3,
+        "cli/convert.py": 1,
+        "cli/export.py": 2,
+        "cli/hydra_section.py": 1,
+        "cli/ladder_line.py": 1,
+        "cli/plan_line.py": 3,
+        "cli/presets.py": 1,
+        "cli/report.py": 3,
+        "cli/results.py": 1,
+        "cli/run_folder.py": 2,
+        "cli/show.py": 1,
+        "cli/train.py": 3,
+        "cpp_builds.py": 1,
+        "ladder/figures.py": 2,
+        "machine.py": 1,
+        "memory/segments.py": 1,
+        "optim/adamw_state_dict.py": 1,
+        "optim/cpu_kernel.py": 1,
+        "planner/calibrate.py": 1,
+        "planner/calibration.py": 4,
+        "report/charts.py": 1,
+        "report/page.py": 2,
+        "report/write.py": 1,
+        "requirements.py": 3,
+        "sweeps/jobs.py": 5,
+        "sweeps/search.py": 3,
+        "sweeps/search_settings.py": 2,
+        "sweeps/search_space.py": 2,
+        "sweeps/study.py": 1,
+        "sweeps/sweep.py": 1,
+        "techniques/fused_kernels/technique.py": 1,
+        "zero/extension.py": 3,
+    },
+    "a value of the reader, for the option that the message names": {
+        "cards/arguments.py": 2,
+        "cards/blocks.py": 2,
+        "cards/configuration.py": 1,
+        "cards/lengths.py": 1,
+        "data/item_lengths.py": 1,
+        "data/loss_weights.py": 3,
+        "data/packing.py": 2,
+        "nn/attention_kernels.py": 1,
+        "nn/blocks.py": 1,
+        "optim/state_placement.py": 1,
+        "presets/compose.py": 8,
+        "presets/devices.py": 3,
+        "presets/files.py": 2,
+        "presets/overrides.py": 2,
+        "presets/parse.py": 4,
+        "techniques/activation_checkpointing/budget.py": 1,
+        "techniques/activation_checkpointing/card.py": 2,
+        "techniques/allocator/technique.py": 1,
+        "techniques/chunked_cross_entropy/card.py": 1,
+        "techniques/compact_states/states.py": 1,
+        "techniques/curriculum/card.py": 2,
+        "techniques/curriculum/technique.py": 4,
+        "techniques/fused_kernels/card.py": 1,
+        "techniques/gradient_norm/card.py": 1,
+        "techniques/gradient_norm/technique.py": 1,
+        "techniques/low_precision_matmul/technique.py": 1,
+        "techniques/micro_batching/card.py": 2,
+        "techniques/micro_batching/global_batch.py": 1,
+        "techniques/micro_batching/technique.py": 1,
+        "techniques/throughput/card.py": 1,
+        "techniques/zero_offload/card.py": 2,
+        "units.py": 1,
+    },
+}
+"""Reason why a remedy is no override that can be composed here -> file -> number of such messages."""
+
+
+def test_every_remedy_is_followed_or_has_a_reason() -> None:
+    """Who adds a message follows its remedy above, or counts it here and follows it in the tests of its file."""
+    left = Counter(file for file, template in TEMPLATES if not is_followed(template))
+    assert dict(left) == {file: count for files in ELSEWHERE.values() for file, count in files.items()}
+
+
+def test_commands_of_messages_exist() -> None:
+    texts = [text for _, text in TEMPLATES if not re.search(r"lightning-solo (needs|trains)", text)]
+    named = {match for text in texts for match in re.findall(r"lightning-solo (\w+)((?: --[\w-]+)*)", text)}
+    assert {"plan", "export", "report"} <= {name for name, _ in named} <= set(COMMANDS)
+    for name, flags in named:
+        source = "".join(path.read_text(encoding="utf-8") for path in (PACKAGE / "cli").glob(f"{name}*.py"))
+        assert all(f'"{flag}"' in source for flag in flags.split()), name
