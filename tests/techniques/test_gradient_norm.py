@@ -194,6 +194,7 @@ def test_due_steps_are_counted_in_optimizer_steps(home: ModuleType, make_trainer
     assert list(logger.seen) == [0, 2, 5, 8]
 
 
+@pytest.mark.cpu_only("the simulated device has no sparse tensors")
 def test_sparse_gradients_are_measured(home: ModuleType, make_trainer: Make) -> None:
     class Looked(nn.Module):
         def __init__(self) -> None:
