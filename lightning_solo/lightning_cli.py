@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_solo.attach import trainer_kwargs
 from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.presets import old_spellings
 from lightning_solo.trainers import merged
 
 
@@ -48,6 +49,9 @@ class SoloCLI(LightningCLI):
             PresetError: options of a preset without a preset, or as `lightning_solo.trainer_kwargs`.
             CapabilityError, BudgetError, PlanError: as `lightning_solo.trainer_kwargs`.
         """
+        given = {**config.get("trainer", {}), **kwargs}
+        if old := old_spellings.refusal_of_argument(given.get("strategy")):
+            raise PresetError(old)
         overrides, allow = (_listed(config[name]) for name in ("solo_overrides", "solo_allow"))
         if config.get("solo") is None:
             if overrides or allow:
@@ -55,7 +59,6 @@ class SoloCLI(LightningCLI):
                 raise PresetError(f"{option}={config[option]!r} without a preset: write --solo <preset>, such as bf16")
             return kwargs
         defaults = inspect.signature(self.trainer_class).parameters
-        given = {**config.get("trainer", {}), **kwargs}
         # the parser fills in every default, so that an argument with its default counts as not set
         given = {name: value for name, value in given.items() if value != defaults[name].default}
         callbacks = _listed(given.pop("callbacks", []))

@@ -12,6 +12,7 @@ from lightning_solo.attach import trainer_kwargs
 from lightning_solo.build import HOMES
 from lightning_solo.cards.arguments import Parameter, check_arguments
 from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.presets import old_spellings
 from lightning_solo.presets.compose import Preset
 from lightning_solo.presets.parse import PRECISIONS, contradiction, refuse_foreign_targets, targets
 from lightning_solo.presets.signature import parameters
@@ -73,6 +74,8 @@ def trainer(
     refuse_foreign_targets(fields, "trainer", [*TRUSTED, *allow])
     cls = resolve_name(f"{home}:Trainer")
     check_arguments(fields, _accepted(home, fields), "trainer")
+    if old := old_spellings.refusal_of_argument({**fields, **arguments}.get("strategy")):
+        raise PresetError(old)
     given = {**instantiate(fields, "trainer", [*TRUSTED, *allow]), **arguments}
     listed = [*_listed(given.pop("callbacks", None)), *callbacks]
     plain = {name: value for name, value in given.items() if value is not None}

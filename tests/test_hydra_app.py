@@ -139,6 +139,7 @@ def test_the_applications_errors_are_ours(app: Path) -> None:
     done = subprocess.run(command, cwd=app, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode != 0
     assert nearest("table") in done.stderr
+    assert "solo.callback.memory_logger.tabel=1" in done.stderr  # as the command line has it
 
 
 @pytest.mark.long

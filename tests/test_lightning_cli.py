@@ -105,6 +105,7 @@ REFUSED = [
     ),
     (["--solo=compact", "--trainer.devices=2"], ("trainer.devices", "devices=1")),
     (["--solo=compcat"], (nearest("compact"),)),
+    (["--trainer.strategy=compact"], ("trainer.strategy='compact'", "the preset compact")),
     (["--solo_overrides+=precision=bf16-mixed"], ("solo_overrides=['precision=bf16-mixed']", "--solo")),
     (["--solo_allow=my_project"], ("solo_allow='my_project'", "--solo")),
 ]

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from lightning_solo.cli.spelling import on_command_line
 from lightning_solo.errors import SoloError, nearest
+from lightning_solo.presets.spelling import on_command_line
 
 INTERRUPTED = 130
 TERMINATED = 143

@@ -26,6 +26,7 @@ from lightning_solo.cards.arguments import check_arguments
 from lightning_solo.cards.configuration import Chosen, Configuration
 from lightning_solo.cli.hydra_section import check_hydra
 from lightning_solo.errors import ConflictError, PresetError, SoloError, nearest
+from lightning_solo.presets import old_spellings
 from lightning_solo.presets.compose import (
     VERSION_BASE,
     check_combination,
@@ -164,6 +165,8 @@ def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfi
     if "hydra" in cfg:
         solo = replace(solo, preset=chosen_in(cfg.hydra))
     check_arguments(plain["trainer"], parameters(TRAINER), "trainer")
+    if old := old_spellings.refusal_of_argument(plain["trainer"].get("strategy")):
+        raise PresetError(old)
     _refuse_set_twice(solo, plain["trainer"])
     return CheckedConfig(
         solo=solo,
@@ -388,7 +391,8 @@ def _refuse(overrides: Sequence[str]) -> None:
         if field == "solo" and rest:
             compose(to_plain(base.solo), [f"{marks}{text[len(marks) :].removeprefix('solo.')}"], allow=allow)
         elif field in FIELDS:
-            raise PresetError(f"{text!r}: a preset's field; write {marks}solo.{text[len(marks) :]}")
+            old = old_spellings.refusal_of_strategy({rest: override.value()}) if field == "strategy" else None
+            raise PresetError(old or f"{text!r}: a preset's field; write {marks}solo.{text[len(marks) :]}")
         elif not override.is_add():
             _refuse_unknown(base, override)
 
@@ -404,7 +408,9 @@ def _refuse_unknown(base: DictConfig, override: Override) -> None:
             accepted = _accepted(where, node)
             there = list(accepted if accepted is not None else map(str, node if isinstance(node, Mapping) else ()))
             if where == "trainer" and key in FIELDS:
-                raise PresetError(f"{override.input_line}: the preset sets that; write solo.{key}={override.value()}")
+                old = old_spellings.refusal_of_argument(override.value())
+                new = f"{override.input_line}: the preset sets that; write solo.{key}={override.value()}"
+                raise PresetError(old or new)
             if key in there:
                 raise PresetError(f"{override.input_line}: not set yet; write +{override.input_line}")
             foreign = where in ("model", "data") and accepted is None

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_solo.cli.spelling import on_command_line
 from lightning_solo.errors import CapabilityError, PresetError, SoloError
 from lightning_solo.machine import PACKAGES, cxx_compiler, host_memory, ninja_executable, nvidia_driver, versions
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
+from lightning_solo.presets.spelling import on_command_line
 from lightning_solo.requirements import check_machine
 from lightning_solo.tables import Cell, Table, terminal
 from lightning_solo.units import format_bytes

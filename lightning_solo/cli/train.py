@@ -39,10 +39,10 @@ from lightning_solo.cli.command_line import (
     split,
 )
 from lightning_solo.cli.run_folder import RunFolder
-from lightning_solo.cli.spelling import on_command_line
 from lightning_solo.errors import PresetError, SoloError, nearest
 from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.files import conf_folder
+from lightning_solo.presets.spelling import on_command_line
 from lightning_solo.requirements import check_machine
 from lightning_solo.sweeps.job_process import RESUMES
 from lightning_solo.sweeps.results import is_validation_loss

@@ -36,6 +36,7 @@ from lightning_solo.presets.files import (
 )
 from lightning_solo.presets.overrides import GROUPS, apply_override, is_choice, marks_of, parse_overrides
 from lightning_solo.presets.parse import parse_configuration, unknown_field
+from lightning_solo.presets.spelling import on_command_line
 
 # Hydra 1.3 warns if it is missing, 1.4 if it is passed
 VERSION_BASE: dict[str, str] = {"version_base": "1.3"} if hydra_version.startswith("1.3") else {}
@@ -64,8 +65,10 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
     composed = compose_yaml(preset, overrides)
     try:
         return replace(parse_configuration(composed, allow), preset=name_of(preset))
-    except ConflictError as error:
-        if isinstance(preset, (str, Mapping)):
+    except SoloError as error:
+        if isinstance(preset, Mapping) and not overrides and HydraConfig.initialized():  # `cfg.solo` of an application
+            raise type(error)(on_command_line(str(error))) from None
+        if isinstance(preset, (str, Mapping)) or not isinstance(error, ConflictError):
             raise
         cures = [name for name in preset if _composes([n for n in preset if n != name], overrides, allow)]
         remedy = f", or drop {' or '.join(cures)}" if cures else ""

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf reads these annotations
 
 from hydra.core.object_type import ObjectType
+from hydra.errors import CompactHydraException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from lightning_solo.cards.catalogue import catalogue
+from lightning_solo.presets.old_spellings import refusal
 
 
 @dataclass
@@ -81,6 +83,8 @@ def _config(path: str) -> DictConfig | None:
     group, _, name = path.strip("/").removesuffix(".yaml").rpartition("/")
     if (group, name) == ("solo/schema", "solo"):
         return OmegaConf.structured(PresetSchema)  # type: ignore[no-any-return]
+    if group == "solo/strategy" and (message := refusal(name)):
+        raise CompactHydraException(message)  # of an application of the user's, where Hydra looks before our checks
     card = catalogue().cards.get(name)
     if card is None or group != f"solo/{card.group}":
         return None

@@ -42,24 +42,39 @@ def refusal(name: object) -> str | None:
     return None
 
 
+def refusal_of_argument(value: object) -> str | None:
+    """Return the message for the old strategy as the Trainer's argument; None for any other value."""
+    if value != "compact":
+        return None
+    return f"trainer.strategy='compact': {_CALLBACKS}; drop trainer.strategy, and choose the preset compact"
+
+
 def refusal_of_strategy(node: object) -> str | None:
-    """Return the message for the old strategy in a configuration; None for any other strategy."""
+    """Return the message for the old strategy in a preset's fields; None for any other strategy."""
+    if node == "compact":
+        node = {"name": "compact"}
     if not isinstance(node, Mapping):
         return None
+    if set(node) == {"compact"}:
+        node = {"name": "compact", **(node["compact"] or {})}
     if str(node.get("_target_", "")).endswith(f".{_CLASS}"):
         return refusal(_CLASS)
-    if node.get("name") == "compact":
-        return f"strategy.name='compact': {_CALLBACKS}; write callback={callbacks_of(node)}, or the preset compact"
-    settings = [] if {"name", "_target_"} & set(node) else [name for name in (*_STATES, *_GRADIENTS) if name in node]
-    if not settings:
+    is_named = node.get("name") == "compact"
+    if not is_named and {"name", "_target_"} & set(node):
+        return None
+    settings = [name for name in (*_STATES, *_GRADIENTS) if name in node]
+    if not is_named and not settings:
         return None
     remedies = {name: f"callback.compact_states.{name}={_text(node[name])}" for name in _STATES if name in node}
     if "gradient_buffer" in node:
         remedies["gradient_buffer"] = f"callback.gradient_release.buffer={_text(node['gradient_buffer'])}"
     if "release_gradients" in node:
         remedies["release_gradients"] = "~callback.gradient_release, to keep gradients"
-    old = " and ".join(f"strategy.{name}={_text(node[name])}" for name in settings)
-    return f"{old}: {_CALLBACKS}; write {' and '.join(remedies[name] for name in settings)}"
+    old = [f"strategy.{name}={_text(node[name])}" for name in settings]
+    new = [remedies[name] for name in settings]
+    if is_named:
+        old, new = ["strategy.name='compact'", *old], ["the preset compact", *new]
+    return f"{' and '.join(old)}: {_CALLBACKS}; write {' and '.join(new)}"
 
 
 def callbacks_of(strategy: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -64,8 +64,8 @@ def _check(override: Override) -> None:
         return
     if field == "callback" and not override.is_add():
         raise PresetError(
-            f"{text!r} would replace every callback of the preset; write +{text} to add one, ~callback.<name> to"
-            " remove one"
+            f"{text!r} would replace every callback of the preset; write +{text.lstrip('+')} to add one,"
+            " ~callback.<name> to remove one"
         )
     if value is None:
         raise PresetError(f"{text!r}: write ~{key}{'.<name> to remove one' if key == 'callback' else ''}")

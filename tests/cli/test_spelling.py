@@ -10,7 +10,7 @@ import pytest
 from lightning_solo.cli import _show_warning, refuse
 from lightning_solo.cli.command_line import check_command_line
 from lightning_solo.cli.doctor import lacks
-from lightning_solo.cli.spelling import on_command_line
+from lightning_solo.presets.spelling import on_command_line
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
+from hydra import initialize_config_dir
+from hydra.errors import CompactHydraException
 
 import lightning_solo as solo
 from lightning_solo.cli.command_line import check_command_line
 from lightning_solo.cli.plan_line import parse
 from lightning_solo.errors import PresetError
-from lightning_solo.presets.compose import compose
+from lightning_solo.presets.compose import VERSION_BASE, compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.old_spellings import PRESETS, callbacks_of
 from tests.messages import mentions
@@ -36,13 +40,39 @@ def test_overrides_are_refused_with_the_new_ones(override: str, words: str) -> N
     line = override.replace("strategy.", "solo.strategy.").replace("strategy=", "solo/strategy=")
     with pytest.raises(PresetError, match=mentions(words)):
         check_command_line(["solo=compact", line])
+    if "." in override and not override.startswith("+"):  # without the prefix
+        with pytest.raises(PresetError, match=mentions(words)):
+            check_command_line(["solo=compact", override])
+
+
+@pytest.mark.parametrize("override", ["trainer.strategy=compact", "+trainer.strategy=compact"])
+def test_the_trainers_old_strategy_is_refused(override: str) -> None:
+    words = mentions("drop trainer.strategy", "the preset compact")
+    with pytest.raises(PresetError, match=words):
+        check_command_line([override])
+    with pytest.raises(PresetError, match=words):
+        solo.trainer({"strategy": "compact"}, "baseline")
+    with pytest.raises(PresetError, match=words):
+        solo.trainer({}, "baseline", strategy="compact")
+
+
+def test_hydra_says_it_to_applications(tmp_path: Path) -> None:
+    (tmp_path / "app.yaml").write_text("defaults:\n  - solo: baseline\n")
+    with initialize_config_dir(str(tmp_path), **VERSION_BASE):
+        with pytest.raises(CompactHydraException, match=mentions("the preset compact")):
+            hydra.compose("app", overrides=["+solo/strategy=compact"])
 
 
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ({"name": "compact", "master_bits": 32, "gradient_buffer": "host"}, "'master_bits': 32"),
-        ({"name": "compact", "master_bits": 32, "gradient_buffer": "host"}, "'gradient_release': {'buffer': 'host'}"),
+        ("compact", "write the preset compact"),
+        ({"compact": None}, "write the preset compact"),
+        ({"compact": {"master_bits": 32}}, "write the preset compact and callback.compact_states.master_bits=32"),
+        (
+            {"name": "compact", "gradient_buffer": "host"},
+            "the preset compact and callback.gradient_release.buffer=host",
+        ),
         ({"_target_": "lightning_solo.CompactStrategy"}, "CompactStates(...), GradientRelease(...)"),
     ],
 )
