@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
+import sysconfig
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_solo.errors import SoloError, nearest
@@ -64,8 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _show_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
 ) -> None:
-    """Print a warning; name the source file only if it belongs to another package."""
-    ours = os.sep + "lightning_solo" + os.sep in filename
+    """Print a warning; name the source file only if it belongs to another package or to the user."""
+    path = Path(filename)
+    standard = path.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in path.parts
+    ours = standard or "lightning_solo" in path.parts or filename == sys.argv[0]
     where = "" if ours else f"{filename}: "
     print(f"lightning-solo: {where}{category.__name__}: {on_command_line(str(message))}", file=sys.stderr)
 

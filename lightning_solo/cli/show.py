@@ -23,6 +23,8 @@ def run(arguments: Sequence[str]) -> int:
     name, *overrides = arguments
     if "=" in name or name.startswith("~"):
         raise PresetError(f"show which preset? write its name first: lightning-solo show bf16 {name}")
+    if several := [each for each in overrides if each in preset_files()]:
+        raise PresetError(f"show several presets as a list: lightning-solo show '[{','.join([name, *several])}]'")
     overrides = [re.sub(r"^([+~]*)solo[./]", r"\1", text) for text in overrides]  # the prefix of `train`
     if name in catalogue().cards and name not in preset_files():
         print(technique(catalogue().cards[name], overrides), end="")

@@ -64,7 +64,7 @@ def names_in(text: str) -> str | list[str]:
     """
     if not (text.startswith("[") and text.endswith("]")):
         return text
-    return [name.strip() for name in text[1:-1].split(",")]
+    return [name.strip() for name in text[1:-1].split(",") if name.strip()]
 
 
 def describe(path: Path) -> str:

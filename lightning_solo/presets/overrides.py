@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.presets.config_source import FIELDS
-from lightning_solo.presets.files import check_choice
+from lightning_solo.presets.files import check_choice, preset_files
 from lightning_solo.presets.parse import card_of, unknown_field
 
 GROUPS = ("callback", "strategy")
@@ -47,7 +47,10 @@ def parse_override(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
     except (HydraException, AttributeError, TypeError) as error:
-        raise PresetError(f"override {text!r}: not of the form key=value ({error})") from error
+        reason = f" ({error})" if "=" in text else ""
+        if text in preset_files():
+            reason = f"; the preset is chosen by solo={text}, several by 'solo=[{text},...]'"
+        raise PresetError(f"override {text!r}: not of the form key=value{reason}") from error
 
 
 def _check(override: Override) -> None:

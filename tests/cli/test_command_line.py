@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lightning_solo.cli import command_line, doctor, main
+from lightning_solo.cli import _show_warning, command_line, doctor, main
 from lightning_solo.cli.command_line import (
     check_command_line,
     check_config,
@@ -17,7 +18,7 @@ from lightning_solo.cli.command_line import (
 from lightning_solo.errors import ConflictError, PresetError
 from tests.cli.commands import call
 from tests.conftest import long
-from tests.messages import mentions, nearest
+from tests.messages import lines_with, mentions, nearest
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["-m", "hydra.sweeper._target_=os.system"], ["os.system"]),
         (["model=byte_gpt_tini"], [nearest("byte_gpt_tiny")]),
         (["precision=32-true"], ["solo.precision=32-true"]),
-        (["bf16"], ["'bf16'", "key=value"]),
+        (["nonsense"], ["'nonsense'", "key=value"]),
+        (["compact"], ["'compact'", "solo=compact", "'solo=[compact,...]'"]),
+        (["++solo.callback=throughput"], [" +callback=throughput"]),
         (["--experimental-rerun", "x.pickle"], ["--experimental-rerun"]),
         (["+trainer.max_stepz=1"], [nearest("max_steps")]),
         (["trainer.max_stepz=1"], [nearest("max_steps")]),
@@ -252,3 +255,30 @@ def test_doctor_describes_the_gpu() -> None:
     hardware = doctor.hardware()
     assert hardware["gpu"]
     assert hardware["cuDNN of torch"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["zero_offload", "compact"], ["show '[zero_offload,compact]'"]),
+        (["[]"], ["[compact,checkpointing]"]),
+    ],
+)
+def test_show_refuses_other_forms_of_a_list(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["show", *arguments])
+    assert ended.value.code == 2
+    assert lines_with(capsys.readouterr().err, *words)
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [(contextlib.__file__, False), (command_line.__file__, False), (pytest.__file__, True), ("/home/me/net.py", True)],
+)
+def test_warning_names_only_the_files_of_others(file: str, named: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    _show_warning("text", UserWarning, file, 1)
+    printed = capsys.readouterr().err
+    assert printed.endswith("UserWarning: text\n")
+    assert (file in printed) == named

@@ -68,10 +68,10 @@ def test_hydra_says_it_to_applications(tmp_path: Path) -> None:
     [
         ("compact", "write the preset compact"),
         ({"compact": None}, "write the preset compact"),
-        ({"compact": {"master_bits": 32}}, "write the preset compact and callback.compact_states.master_bits=32"),
+        ({"compact": {"master_bits": 32}}, "compact and callback.compact_states.master_bits=32"),
         (
             {"name": "compact", "gradient_buffer": "host"},
-            "the preset compact and callback.gradient_release.buffer=host",
+            "compact and callback.gradient_release.buffer=host",
         ),
         ({"_target_": "lightning_solo.CompactStrategy"}, "CompactStates(...), GradientRelease(...)"),
     ],
