@@ -17,11 +17,11 @@ from lightning_solo.cards.card import Card
 from lightning_solo.cards.catalogue import built_in_cards
 from lightning_solo.cli import COMMANDS
 from lightning_solo.cli.command_line import check_command_line
-from lightning_solo.cli.spelling import on_command_line
 from lightning_solo.errors import SoloError
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.overrides import parse_override
 from lightning_solo.presets.parse import PRECISIONS
+from lightning_solo.presets.spelling import on_command_line
 from tests.contract.runs import fields
 from tests.messages import nearest
 from tests.remedies import GAP, OVERRIDE, PACKAGE, advice, templates
