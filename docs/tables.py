@@ -631,6 +631,16 @@ def techniques() -> str:
     return table(["technique", "what it saves", "costs"], rows)
 
 
+def messages(index: list[tuple[str, str, str]]) -> str:
+    """Return the beginnings of messages (`messages.py`), each with links to its section and its technique's page."""
+    rows = []
+    for first, name, technique in index:
+        shown = first.replace("`", "'").replace("|", "\\|")
+        page = f"[{technique}](techniques/{technique}.md)" if technique else ""
+        rows.append([f"`{shown}`", f"[{name}](#{name.lower()})", page])
+    return table(["message", "section", "technique"], rows)
+
+
 def resources() -> str:
     """Return the resources that a card may own, read or free, with their meaning."""
     return table(["resource", "meaning"], [[f"`{name}`", meaning] for name, meaning in RESOURCES.items()])

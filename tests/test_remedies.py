@@ -24,7 +24,8 @@ from lightning_solo.presets.parse import PRECISIONS
 from lightning_solo.presets.spelling import on_command_line
 from tests.contract.runs import fields
 from tests.messages import nearest
-from tests.remedies import GAP, OVERRIDE, PACKAGE, advice, templates
+from tests.pages import TABLES
+from tests.remedies import GAP, MESSAGES, OVERRIDE, PACKAGE, advice, templates
 
 CARDS = built_in_cards()
 TEMPLATES = sorted(set(templates()))
@@ -404,3 +405,14 @@ def test_commands_of_messages_exist() -> None:
     for name, flags in named:
         source = "".join(path.read_text(encoding="utf-8") for path in (PACKAGE / "cli").glob(f"{name}*.py"))
         assert all(f'"{flag}"' in source for flag in flags.split()), name
+
+
+# --- the errors page ---
+
+
+def test_index_of_the_errors_page_has_the_messages() -> None:
+    rows = [(pattern(first.removesuffix(" …").replace("…", GAP)), name) for first, name, _ in MESSAGES.index()]
+    assert [message for message in said() if not any(words.match(message) for words, _ in rows)] == []
+    page = (PACKAGE.parent / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert {name for _, name in rows} <= set(re.findall(r"^## (\w+)$", page, re.MULTILINE))
+    assert "| [GradientError](#gradienterror) |" in TABLES.messages(MESSAGES.index())

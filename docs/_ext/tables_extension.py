@@ -5,6 +5,7 @@
 {presets}                   all presets with what they are for
 {resources}                 all resources that a card may own, read or free
 {formats}                   which devices multiply in which formats of low precision
+{messages}                  the beginnings of all messages of errors, with links to their sections
 {results} ladder_cpu.json   a table of measurements from examples/results, with its command
 {chart} ladder_cpu.json     the same measurements as a picture
 """
@@ -30,7 +31,7 @@ def _module(name: str) -> Any:
     return module
 
 
-TABLES, PICTURES = _module("tables"), _module("pictures")
+TABLES, PICTURES, MESSAGES = _module("tables"), _module("pictures"), _module("messages")
 
 
 class Table(SphinxDirective):
@@ -45,6 +46,7 @@ class Table(SphinxDirective):
             "card": TABLES.card,
             "techniques": TABLES.techniques,
             "presets": TABLES.presets,
+            "messages": lambda: TABLES.messages(MESSAGES.index()),
             "resources": TABLES.resources,
             "results": TABLES.results,
             "formats": TABLES.formats,
@@ -81,7 +83,7 @@ def fences_to_blocks(app: Sphinx, what: str, name: str, obj: Any, options: Any, 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives."""
     app.connect("autodoc-process-docstring", fences_to_blocks, priority=100)  # before napoleon's
-    for name in ("card", "techniques", "presets", "resources", "results", "formats"):
+    for name in ("card", "techniques", "presets", "messages", "resources", "results", "formats"):
         app.add_directive(name, Table)
     app.add_directive("chart", Chart)
     return {"parallel_read_safe": True}

@@ -193,11 +193,13 @@ class Configuration:
         """
         for one, other in combinations(self.techniques, 2):
             for resource in sorted(one.owned() & other.owned()):
-                yield _refusal(one, other, resource, "only one technique of a run can own")
+                start = f"{one.choice} and {other.choice}: only one technique of a run can own"
+                yield _refusal(start, one, other, resource)
             for reader, freer in ((one, other), (other, one)):
                 freed = resources(freer.card.frees, freer.settings)
                 for resource in sorted(freed & resources(reader.card.reads, reader.settings)):
-                    yield _refusal(reader, freer, resource, "the first reads and the second frees or resets")
+                    start = f"{reader.choice} and {freer.choice}: the first reads and the second frees or resets"
+                    yield _refusal(start, reader, freer, resource)
         for chosen in self.techniques:
             for rule in chosen.card.rules:
                 message = rule(chosen.settings, self)
@@ -230,8 +232,8 @@ class Configuration:
         return next((words for need, words in self.requirements() if need.kind == "cuda"), None)
 
 
-def _refusal(one: Chosen, other: Chosen, resource: str, relation: str) -> str:
-    """Return the message for two techniques that need the same resource."""
+def _refusal(start: str, one: Chosen, other: Chosen, resource: str) -> str:
+    """Return the message for two techniques that need the same resource; ``start`` names them."""
     remedies = [
         chosen.card.instead.get(resource, f"{chosen.removal} (removes {chosen.card.name})").format(
             **{"factor": "<N>", **vars(chosen.settings)}  # a remedy may name the Trainer's factor: there is none here
@@ -240,4 +242,4 @@ def _refusal(one: Chosen, other: Chosen, resource: str, relation: str) -> str:
         if chosen.card.group == "callback" or resource in chosen.card.instead
     ]
     named = f"{resource} ({RESOURCES[resource]})" if resource in RESOURCES else resource
-    return f"{one.choice} and {other.choice}: {relation} {named}; write {' or '.join(remedies)}"
+    return f"{start} {named}; write {' or '.join(remedies)}"

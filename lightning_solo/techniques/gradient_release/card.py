@@ -45,8 +45,9 @@ CARD = Card(
     phase=Phase.STEP,
     settings=Settings,
     saves="gradients, 4 bytes per parameter in fp32, 2 in bf16, but for those of the layer that backward is at",
-    costs="a launch per large parameter instead of one for many. With accumulation the gradients' sum is kept, 4 bytes"
-    ' per parameter, with clipping by norm alone the gradients as they came; on the host with ``buffer="host"``',
+    costs="a launch per large parameter instead of one for many. Accumulation keeps the sum of the gradients, 4 bytes"
+    " per parameter. Clipping by norm without accumulation keeps the gradients in the type of the weights. With"
+    " ``buffer=host`` either is on the host",
     numerics="exact: with accumulation and clipping by norm or value the bits of a plain run in fp32. Under an"
     " accumulation schedule the losses of a short window are weighted, not its gradients: equal within rounding",
     conflicts="16-mixed, optimizers whose step needs all gradients at once (LBFGS, SparseAdam, Muon), hooks that read"
