@@ -13,6 +13,7 @@ Importing this package imports neither torch nor Lightning; each public name is 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -66,7 +67,9 @@ def __getattr__(name: str) -> Any:
         return load_class(classes[name])
     from lightning_solo.presets import old_spellings
 
-    raise AttributeError(old_spellings.refusal(name) or f"module {__name__!r} has no attribute {name!r}")
+    close = difflib.get_close_matches(name, [*_HOME, *classes], n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise AttributeError(old_spellings.refusal(name) or f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

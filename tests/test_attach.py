@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 import lightning_solo as solo
 from lightning_solo.build import HOMES
-from tests.messages import mentions
+from tests.messages import mentions, nearest
 from tests.modules import PRESETS_OF_DOCUMENTS, classification, composed, documents, loader, regression
 
 pytestmark = [pytest.mark.any_device, pytest.mark.filterwarnings("ignore:callback.curriculum.duration")]
@@ -187,3 +187,9 @@ def test_wrong_arguments_are_refused(preset: Any, overrides: Any, options: dict[
 
 def test_lightning_is_short_for_its_first_home() -> None:
     assert "precision" in solo.trainer_kwargs("bf16", lightning="lightning")
+
+
+def test_misspelt_name_of_the_package_has_the_nearest() -> None:
+    for given, right in [("CompactSates", "CompactStates"), ("trainer_kwarg", "trainer_kwargs"), ("plans", "plan")]:
+        with pytest.raises(AttributeError, match=nearest(right)):
+            getattr(solo, given)

@@ -321,7 +321,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
     },
     "on the command line, in shells and files": {
         "cli/__init__.py": 1,
-        "cli/command_line.py": 3,
+        "cli/command_line.py": 2,
         "cli/convert.py": 1,
         "cli/export.py": 2,
         "cli/hydra_section.py": 1,

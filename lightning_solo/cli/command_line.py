@@ -449,7 +449,17 @@ def _refuse_set_twice(solo: Configuration, trainer: Mapping[str, Any]) -> None:
         if value is not None and name in trainer and given != value:
             if name == "devices":
                 raise ConflictError(f"trainer.devices={trainer[name]}: lightning-solo trains on one device")
-            raise ConflictError(
-                f"trainer.{name}={trainer[name]!r} and the preset's {name}={value!r}: "
-                f"write solo.{name}={trainer[name]} and drop trainer.{name}"
-            )
+            remedy = f"drop trainer.{name}"
+            if name in ("precision", "accumulate_grad_batches"):
+                wanted: dict[str, Any] = {name: given}
+                remedy = _instead(replace(solo, **wanted), remedy, f"solo.{name}={trainer[name]}")
+            raise ConflictError(f"trainer.{name}={trainer[name]!r} and the preset's {name}={value!r}: {remedy}")
+
+
+def _instead(solo: Configuration, remedy: str, override: str) -> str:
+    """Return the remedy with an override, or with the reason why the preset can't have it."""
+    try:
+        solo.check()
+    except ConflictError as error:
+        return f"{remedy}; with {override} there is this conflict: {error}"
+    return f"write {override} and {remedy}"

@@ -125,6 +125,21 @@ def test_two_settings_that_contradict_each_other(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "word", "works"),
+    [
+        (["solo=bf16", "+trainer.precision=32-true"], "write solo.precision=32-true", True),
+        (["solo=compact", "+trainer.precision=32-true"], "drop trainer.precision; with", False),
+        (["solo=zero_offload", "+trainer.accelerator=cpu"], "drop trainer.accelerator", True),
+    ],
+)
+def test_only_a_possible_override_is_proposed(arguments: list[str], word: str, works: bool) -> None:
+    with pytest.raises(ConflictError, match=mentions(word)) as caught:
+        check_command_line(arguments)
+    assert "solo.accelerator" not in str(caught.value)
+    assert ("write solo.precision" in str(caught.value)) == (works and "precision" in word)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         [],

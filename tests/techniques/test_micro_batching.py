@@ -494,6 +494,9 @@ def test_batch_norm_is_refused_by_name_or_allowed(make_trainer: Make) -> None:
     net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     with pytest.raises(ConflictError, match=mentions("net.1", "batch_norm=ghost", "GroupNorm")):
         trained(make_trainer, net, MicroBatching(2))
+    many = nn.Sequential(nn.Linear(8, 4), *(nn.BatchNorm1d(4) for _ in range(5)), nn.Linear(4, 1))
+    with pytest.raises(ConflictError, match=mentions("net.3", "2 more")):
+        trained(make_trainer, many, MicroBatching(2))
     trained(make_trainer, net, MicroBatching(2, batch_norm="ghost"))
 
 

@@ -152,10 +152,11 @@ class MicroBatching(Technique, Settings):
             if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training
         ]
         if layers and self.batch_norm == "refuse":
+            more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
             raise ConflictError(
-                f"callback.micro_batching and BatchNorm ({', '.join(layers)}), whose statistics would be those of"
-                " micro-batches; write callback.micro_batching.batch_norm=ghost to allow that, replace the layers by"
-                " GroupNorm, or put them into eval mode"
+                f"callback.micro_batching and BatchNorm ({', '.join(layers[:3])}{more}), whose statistics would be"
+                " those of micro-batches; write callback.micro_batching.batch_norm=ghost to allow that, replace the"
+                " layers by GroupNorm, or put them into eval mode"
             )
         if self._global.factor is not None:
             trainer.accumulate_grad_batches = self._global.factor

@@ -145,8 +145,8 @@ def _loss(ctx: Run, args: Any, kwargs: Any, packed: dict[str, Tensor]) -> Tensor
             raise
         raise ConflictError(
             f"callback.packing and {name}.training_step, which raised {type(error).__name__}: {error}; a batch is a"
-            f" dict of {', '.join(packed)}, without an attention mask. A model that takes no position_ids can't keep"
-            " documents apart: use batches of similar length, by length_bucketing"
+            f" dict of {', '.join(packed)}, without an attention mask: pass position_ids to the model instead. A model"
+            " that takes none can't keep documents apart: use batches of similar length, by length_bucketing"
         ) from error
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if loss is None:
