@@ -12,13 +12,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lightning_solo.attributes import replaced
 from lightning_solo.checkpoint_files import loaded
 from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
 from lightning_solo.optim.adamw_state_dict import require_plain_states, unmarked
 from lightning_solo.optim.window_gradients import warn_of_dropped_window
 from lightning_solo.presets.parse import contradiction
+from lightning_solo.seams import patches
 from lightning_solo.seams.run import warn_of_short_epoch
 
 log = logging.getLogger(__name__)
@@ -74,8 +74,7 @@ class PresetGuard(Callback):
             )
         if self.summary and self._is_first:
             rank_zero_info(f"lightning-solo: {self.summary}")
-        load = partial(loaded, trainer.strategy.load_checkpoint)
-        self._undo.enter_context(replaced(trainer.strategy, "load_checkpoint", load))
+        self._undo.enter_context(patches.checkpoint_reads(trainer.strategy, lambda stock: partial(loaded, stock)))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the strategy's method."""

@@ -39,6 +39,7 @@ ELSEWHERE = {
     "optim/test_host_memory.py": "memory/host_slabs optim/adamw_states optim/staging optim/state_placement",
     "optim/test_master_weights.py": "optim/split_optimizer optim/torch_optimizers",
     "optim/test_optimizer_database.py": "optim/adamw_state_dict optim/device_steps",
+    "planner/test_allocator.py": "planner/replay",
     "planner/test_cuda_rules.py": "planner/attention planner/optimizer_rules",
     "planner/test_calibrate.py": "planner/calibration",
     "planner/test_device.py": "presets/devices",

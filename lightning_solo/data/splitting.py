@@ -82,9 +82,7 @@ def _remedies(lengths: Mapping[int | None, Mapping[str, tuple[int, ...]]], dims:
     for samples in (*usual, *(n for shape in shapes.values() for n in shape)):
         kept = lengths.get(samples, {})
         others = {path: shape.index(samples) for path, shape in shapes.items() if path not in kept and samples in shape}
-        if samples is not None and len(kept) + len(others) == len(
-            shapes
-        ):  # all tensors have a dimension of this length
+        if samples is not None and kept.keys() | others.keys() == shapes.keys():  # each has a dimension of this length
             remedies.append(f"callback.micro_batching.batch_dim={_written({**dims, **others})}")
             break
     if len(lengths) > 1:

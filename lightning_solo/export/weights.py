@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
 from lightning_solo.export.engine_folder import engine_weights
-from lightning_solo.export.formats import DTYPES, Request
+from lightning_solo.export.formats import DTYPES
 from lightning_solo.export.sources import checkpoint_of, engine_folder, read, refuse_existing, written
 from lightning_solo.machine import is_installed
 from lightning_solo.optim.checkpoint_masters import RECORD, bits_of, masters_of, place
@@ -80,14 +80,14 @@ def export_weights(
     return weights
 
 
-def write_weights(request: Request) -> str:
-    """Write the weights of a checkpoint; return a line with file, type and size."""
-    checkpoint = checkpoint_of(request.source)
-    output = request.output or checkpoint.with_name(f"{checkpoint.stem}-{request.dtype}.safetensors")
-    weights = export_weights(checkpoint, request.dtype, output, overwrite=request.overwrite)
+def write_weights(source: Path, dtype: str, output: Path | None = None, *, overwrite: bool = False) -> str:
+    """Write the weights of a checkpoint, by default next to it; return a line with file, type and size."""
+    checkpoint = checkpoint_of(source)
+    output = output or checkpoint.with_name(f"{checkpoint.stem}-{dtype}.safetensors")
+    weights = export_weights(checkpoint, dtype, output, overwrite=overwrite)
     tensors = [value for value in weights.values() if isinstance(value, Tensor)]
     size = format_bytes(output.stat().st_size)
-    return f"weights: {output}, {size}: {len(tensors)} tensors of {checkpoint} in {request.dtype}"
+    return f"weights: {output}, {size}: {len(tensors)} tensors of {checkpoint} in {dtype}"
 
 
 # --- sources ---

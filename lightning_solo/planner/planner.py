@@ -12,11 +12,11 @@ from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.footprint import ELEMENT_BYTES
 from lightning_solo.errors import PlanError
 from lightning_solo.memory.events import EventLog
-from lightning_solo.planner.allocator import peak_allocated, replay, smallest_capacity, survives
 from lightning_solo.planner.batches import examples, first_batch, sized, storage_bytes
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import Device, assumed
 from lightning_solo.planner.plan import TIGHT, Plan, verdict_of
+from lightning_solo.planner.replay import peak_allocated, replay, smallest_capacity, survives
 from lightning_solo.planner.rules import Arrangement, arrange
 from lightning_solo.planner.step_time import step_schedule, step_seconds
 from lightning_solo.planner.timeline import COMPUTE, condensed

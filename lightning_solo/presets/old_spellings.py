@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_solo.errors import PresetError
+from lightning_solo.presets.spelling import written
 
 PRESETS = dict.fromkeys(
     ("super_offload", "zenflow"), "write compact_host, which keeps states on the host too, or zero_offload"
@@ -65,12 +66,12 @@ def refusal_of_strategy(node: object) -> str | None:
     settings = [name for name in (*_STATES, *_GRADIENTS) if name in node]
     if not is_named and not settings:
         return None
-    remedies = {name: f"callback.compact_states.{name}={_text(node[name])}" for name in _STATES if name in node}
+    remedies = {name: f"callback.compact_states.{name}={written(node[name])}" for name in _STATES if name in node}
     if "gradient_buffer" in node:
-        remedies["gradient_buffer"] = f"callback.gradient_release.buffer={_text(node['gradient_buffer'])}"
+        remedies["gradient_buffer"] = f"callback.gradient_release.buffer={written(node['gradient_buffer'])}"
     if "release_gradients" in node:
         remedies["release_gradients"] = "~callback.gradient_release, to keep gradients"
-    old = [f"strategy.{name}={_text(node[name])}" for name in settings]
+    old = [f"strategy.{name}={written(node[name])}" for name in settings]
     new = [remedies[name] for name in settings]
     if is_named:
         old, new = ["strategy.name='compact'", *old], ["the preset compact", *new]
@@ -91,8 +92,3 @@ def updated(fields: Mapping[str, Any]) -> dict[str, Any]:
     if strategy.get("name") != "compact":
         return dict(fields)
     return {**fields, "strategy": {}, "callback": {**(fields.get("callback") or {}), **callbacks_of(strategy)}}
-
-
-def _text(value: object) -> str:
-    """Return a value in the syntax of overrides."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

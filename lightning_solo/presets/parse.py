@@ -16,6 +16,7 @@ from lightning_solo.presets.config_source import FIELDS
 from lightning_solo.presets.devices import budget_bytes, budget_on, device
 from lightning_solo.presets.registry import NAMES, target_of
 from lightning_solo.presets.signature import parameters
+from lightning_solo.presets.spelling import written
 
 PRECISIONS = {
     "32-true": "32-true",
@@ -220,19 +221,6 @@ def contradiction(name: str, given: Any, ours: Any) -> str:
 
 def _described(value: Any) -> str:
     return repr(value) if isinstance(value, str | int) else type(value).__name__
-
-
-def written(value: object) -> str:
-    """Return a plain value as an override's text.
-
-    >>> written([1, None]), written(True), written({"x": 1}), written("16-mixed")
-    ('[1,null]', 'true', '{x:1}', '16-mixed')
-    """
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{written(each)}' for key, each in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(written, value))}]"
-    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
 def _precision(value: object) -> str | None:

@@ -1,8 +1,9 @@
-"""Overrides in messages, as the command line spells them."""
+"""Overrides in messages: their values, and their names as the command line spells them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 _BEFORE = r"""(?<![\w./('"~+])([~+]*)"""
 _CHOICE = re.compile(rf"{_BEFORE}(callback|strategy)=(?!')")
@@ -20,3 +21,16 @@ def on_command_line(message: str) -> str:
     "'precision=16' and trainer.precision=16: write solo.precision=16, or Trainer(strategy='auto')"
     """
     return _FIELD.sub(r"\1solo.\2", _CHOICE.sub(r"\1solo/\2=", message))
+
+
+def written(value: object) -> str:
+    """Return a plain value as an override's text.
+
+    >>> written([1, None]), written(True), written({"x": 1}), written("16-mixed")
+    ('[1,null]', 'true', '{x:1}', '16-mixed')
+    """
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{written(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(written, value))}]"
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))

@@ -29,7 +29,13 @@ def methods_through(strategy: Any, around: Mapping[str, Callable[..., Any]]) -> 
     Copies and pickles of the strategy and its precision don't contain the replacements.
     """
     stock_state = strategy.__getstate__
-    left_out = {*around, "__getstate__", "solo_run", "batch_to_device"}  # the last is of `batches_through`
+    left_out = {
+        *around,
+        "__getstate__",
+        "solo_run",
+        "batch_to_device",
+        "load_checkpoint",
+    }  # the last two: by others here
 
     def state() -> dict[str, Any]:
         plain = {name: value for name, value in stock_state().items() if name not in left_out}
@@ -131,6 +137,11 @@ def without_distributed_sampler(trainer: Any) -> Any:
 def batches_through(strategy: Any, around: Around) -> Any:
     """Replace the strategy's function that moves a batch to the device by ``around(stock)``."""
     return replaced(strategy, "batch_to_device", around(strategy.batch_to_device))
+
+
+def checkpoint_reads(strategy: Any, around: Around) -> Any:
+    """Replace the strategy's function that reads a checkpoint from a path by ``around(stock)``."""
+    return replaced(strategy, "load_checkpoint", around(strategy.load_checkpoint))
 
 
 @contextmanager

@@ -9,15 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_solo.memory.events import EventLog
-from lightning_solo.planner.allocator import (
-    CachingAllocator,
-    DoesNotFitError,
-    ExpandableAllocator,
-    peak_allocated,
-    replay,
-    smallest_capacity,
-    survives,
-)
+from lightning_solo.planner.allocator import CachingAllocator, DoesNotFitError, ExpandableAllocator
+from lightning_solo.planner.replay import peak_allocated, replay, smallest_capacity, survives
 from lightning_solo.units import MiB
 
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner import traces
-from lightning_solo.planner.allocator import smallest_capacity
 from lightning_solo.planner.batch_scaling import AffineTrace, affine_trace, canonical
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import device
 from lightning_solo.planner.forks import run_in_forks
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.planner import Planner
+from lightning_solo.planner.replay import smallest_capacity
 from lightning_solo.presets.compose import compose
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing

@@ -21,11 +21,11 @@ from lightning_solo.cards.configuration import Configuration, Target
 from lightning_solo.cards.footprint import Sizes
 from lightning_solo.errors import PlanError, PresetError
 from lightning_solo.planner import traces
-from lightning_solo.planner.allocator import replay
 from lightning_solo.planner.capture import capture
 from lightning_solo.planner.device import Device, device
 from lightning_solo.planner.plan import TIGHT, Plan
 from lightning_solo.planner.planner import Planner
+from lightning_solo.planner.replay import replay
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.zero_offload.footprint import layout_for

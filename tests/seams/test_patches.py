@@ -186,6 +186,22 @@ def test_batches_on_their_way_to_the_device(home: ModuleType, make_trainer: Make
     assert "batch_to_device" not in vars(trainer.strategy)
 
 
+def test_checkpoints_are_read_through_a_function(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
+    trainer, path, calls = make_trainer(home), tmp_path / "saved.ckpt", []
+    trainer.fit(regression(home), loader(2))
+    trainer.save_checkpoint(path)
+    trainer = make_trainer(home, max_epochs=2)
+
+    def read(stock: Any) -> Any:
+        return lambda source, *args, **kwargs: calls.append(source) or stock(source, *args, **kwargs)
+
+    with patches.checkpoint_reads(trainer.strategy, read):
+        trainer.fit(regression(home), loader(2), ckpt_path=path, weights_only=True)
+    assert calls == [path]
+    assert trainer.global_step == 4
+    assert "load_checkpoint" not in vars(trainer.strategy)
+
+
 @pytest.mark.parametrize("sized", [True, False])
 def test_waits_for_batches(home: ModuleType, make_trainer: Make, sized: bool) -> None:
     calls: list[str] = []
@@ -336,6 +352,7 @@ def test_resumed_run_logs_each_step_once(home: ModuleType, make_trainer: Make, t
 PATCHES = re.compile(
     r"(trainer|strategy|precision|precision_plugin|loop)\.__class__ = |setattr\((trainer|strategy|precision_plugin)\b"
     r"|vars\([\w.]*(precision_plugin|strategy|trainer)\)|_accelerator_connector|_make_closure|_wrap_closure"
+    r"|replaced\([\w.]*(trainer|strategy|precision|precision_plugin|loop), "
     r"|(strategy|precision_plugin|precision)\.(setup|backward|clip_gradients|batch_to_device|training_step) = "
 )
 

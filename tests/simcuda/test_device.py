@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_solo.memory.events import EventLog
-from lightning_solo.planner.allocator import replay, smallest_capacity
+from lightning_solo.planner.replay import replay, smallest_capacity
 from tests.simcuda import device
 
 pytestmark = pytest.mark.simcuda

@@ -10,9 +10,6 @@ from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
-REMOVAL = "~callback.gradient_norm"
-"""The override that removes the technique, as messages name it."""
-
 
 def _not_a_range(values: Sequence[float]) -> str | None:
     if len(values) == 2 and 0 <= values[0] < values[1]:
@@ -41,7 +38,7 @@ def _engine(settings: Settings, configuration: Configuration) -> str | None:
         if chosen.card.group == "strategy" and "gradients" in resources(chosen.card.frees, chosen.settings):
             return (
                 f"callback.gradient_norm and strategy={chosen.card.name}, whose engine keeps gradients in its own"
-                f" buffers; write {REMOVAL}"
+                f" buffers; write ~callback.gradient_norm"
             )
     return None
 

@@ -38,8 +38,9 @@ def block_names(module: nn.Module) -> dict[Tensor, str]:
     return names
 
 
-def norms_of(gradients: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-    """Return parameter -> norm of its gradient in fp32, without waiting for the device."""
+def norms_of(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Return parameter -> norm of its gradient in fp32, if it has one; doesn't wait for the device."""
+    gradients = {p: p.grad for p in parameters if p.grad is not None}
     values = {p: grad.coalesce().values() if grad.is_sparse else grad for p, grad in gradients.items()}
     return {p: norm(value).float() for p, value in values.items()}
 

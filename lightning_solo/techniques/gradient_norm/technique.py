@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_solo.errors import ConflictError
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.gradient_norm.card import CARD, REMOVAL, Settings
+from lightning_solo.techniques.gradient_norm.card import CARD, Settings
 from lightning_solo.techniques.gradient_norm.scales import (
     ActivationScales,
     block_names,
@@ -29,8 +28,9 @@ from lightning_solo.techniques.gradient_norm.scales import (
 class GradientNorm(Technique, Settings):
     """Logs the norm of all gradients and of each block's, before and after clipping, every ``every_n_steps`` steps.
 
-    It measures ``.grad`` at the optimizer step, and under gradient release each gradient in backward, or the kept ones.
-    In the first step of a fit it warns of blocks whose activations or gradients have an rms outside a range.
+    It measures ``.grad`` at the optimizer step. Under gradient release it measures each gradient in backward, or at the
+    end of the window if gradients are kept until then. In the first step of a fit it warns of blocks whose activations
+    or gradients have an rms outside a range.
 
     Raises:
         PresetError: an argument is out of range.
@@ -62,15 +62,9 @@ class GradientNorm(Technique, Settings):
     # --- when ---
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Look at the steps of the optimizers, and in the first step at the outputs of blocks.
-
-        Raises:
-            ConflictError: the strategy's engine keeps gradients to itself.
-        """
+        """Measure gradients at the steps of the optimizers, and in the first step the outputs of blocks."""
         ctx = self.ctx
         assert ctx is not None
-        if not ctx.window.gradients_stay and ctx.release is None:
-            raise ConflictError(f"callback.gradient_norm and {type(ctx.strategy).__name__}, X write {REMOVAL}")
         self._start(block_names(pl_module))
         ctx.undo.callback(self._stop, ctx)
         for optimizer in trainer.optimizers:
@@ -112,18 +106,14 @@ class GradientNorm(Technique, Settings):
 
     # --- what ---
 
-    def _gradients(self, optimizer: Optimizer) -> dict[Tensor, Tensor]:
-        return {p: p.grad for p in parameters_of(optimizer) if p.grad is not None}
-
     def _measure_before(self, optimizer: Optimizer) -> None:
         if self._is_due:
-            unclipped = {p: grad for p, grad in self._gradients(optimizer).items() if p not in self._clipped}
-            self._before |= norms_of(unclipped)
+            self._before |= norms_of(p for p in parameters_of(optimizer) if p not in self._clipped)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Measure clipped gradients, which a step doesn't change."""
         if self._is_due:
-            self._after |= norms_of(self._gradients(optimizer))
+            self._after |= norms_of(parameters_of(optimizer))
 
     def _receive(self, parameters: Sequence[Tensor], before: Tensor, after: Tensor) -> None:
         """Add norms of released gradients."""
@@ -132,10 +122,11 @@ class GradientNorm(Technique, Settings):
 
     def _log(self, trainer: Any) -> None:
         blocks = joined(self._before, self._names)
-        found = {f"gradient_norm/{name}": value for name, value in self._with_totals(trainer, self._before, blocks)}
-        clipped = self._with_totals(trainer, self._after, joined(self._after, self._names))
-        found |= {f"gradient_norm_clipped/{name}": value for name, value in clipped}
-        figures = on_host(found)
+        before = {**self._totals(trainer, self._before), **blocks}
+        after = {**self._totals(trainer, self._after), **joined(self._after, self._names)}
+        norms = {f"gradient_norm/{name}": value for name, value in before.items()}
+        norms |= {f"gradient_norm_clipped/{name}": value for name, value in after.items()}
+        figures = on_host(norms)
         self._clips = self._clips or any(
             value != figures.get(key.replace("_clipped/", "/", 1)) for key, value in figures.items()
         )
@@ -147,17 +138,15 @@ class GradientNorm(Technique, Settings):
             self._check(on_host(blocks))
         patches.log_metrics(trainer, figures)
 
-    def _with_totals(
-        self, trainer: Any, norms: Mapping[Tensor, Tensor], blocks: Mapping[str, Tensor]
-    ) -> list[tuple[str, Tensor]]:
-        """Return the norm of all gradients, or with several optimizers of each one's, and those of blocks."""
-        totals: list[tuple[str, Tensor]] = []
+    def _totals(self, trainer: Any, norms: Mapping[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Return the norm of all gradients, or with several optimizers the norm of each one's gradients."""
+        totals = {}
         for number, optimizer in enumerate(trainer.optimizers):
             values = [norms[p] for p in parameters_of(optimizer) if p in norms]
             name = "total" if len(trainer.optimizers) == 1 else f"total_{number}"
             if values:
-                totals.append((name, torch.linalg.vector_norm(torch.stack(values))))
-        return [*totals, *blocks.items()]
+                totals[name] = torch.linalg.vector_norm(torch.stack(values))
+        return totals
 
     def _check(self, norms: Mapping[str, float]) -> None:
         """Warn of blocks whose activations or gradients are outside their range."""

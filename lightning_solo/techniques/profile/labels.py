@@ -49,10 +49,10 @@ def labelled(module: nn.Module, callbacks: Iterable[Any]) -> Iterator[None]:
         yield
 
 
-def _uncompiled(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _uncompiled(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the names of a module's uncompiled parts, and the parts; once each."""
     seen: set[nn.Module] = set()
-    waiting = [(prefix, module)]
+    waiting = [("", module)]
     while waiting:
         name, part = waiting.pop()
         if part in seen or is_compiled(part):
