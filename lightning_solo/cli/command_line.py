@@ -39,13 +39,12 @@ from lightning_solo.presets.compose import (
 from lightning_solo.presets.config_source import FIELDS
 from lightning_solo.presets.files import check_choice, check_file, conf_folder, preset_files, user_conf_folder
 from lightning_solo.presets.overrides import marks_of, parse_override, refuse_twice
-from lightning_solo.presets.parse import PRECISIONS, check_object, parse_configuration, unknown_field
+from lightning_solo.presets.parse import PRECISIONS, TRAINER, check_object, parse_configuration, unknown_field
 from lightning_solo.presets.registry import NAMES, target_of
 from lightning_solo.presets.signature import parameters
 from lightning_solo.sweeps.jobs import check_most, count_jobs
 
 DEFAULT_OPTIMIZER = "adamw"
-TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
 RESUME = ("never", "auto", "override")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 GROUPS = ("solo", "model", "data", "optimizer", "experiment")

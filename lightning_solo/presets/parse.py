@@ -35,6 +35,7 @@ PRECISIONS = {
 """Name of a precision that Lightning accepts -> its long form."""
 
 UNKNOWN: Any = object()
+TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
 
 
 def parse_configuration(given: Mapping[str, Any], allow: Sequence[str] = ()) -> Configuration:
@@ -202,11 +203,11 @@ def unknown_field(name: str, value: object = UNKNOWN, marks: str = "") -> str:
         remedies = " or ".join(f"{marks}{place}{tail}" for place in places)
         return f"{given}: no such field, but a technique's argument; write {remedies}"
     argument = rest if first == "trainer" else name
-    return (
-        f"{given}: no such field{nearest(name, FIELDS)}a preset sets {', '.join(FIELDS)}, "
-        f"every other argument goes to the Trainer itself: "
-        f"L.Trainer(**trainer_kwargs(...), {argument}={'...' if value is UNKNOWN else repr(value)})"
-    )
+    message = f"{given}: no such field{nearest(name, FIELDS)}a preset sets {', '.join(FIELDS)}"
+    if argument not in parameters(TRAINER):
+        return message
+    keyword = f"{argument}={'...' if value is UNKNOWN else repr(value)}"
+    return f"{message}; a Trainer's own argument goes to it: L.Trainer(**trainer_kwargs(...), {keyword})"
 
 
 def contradiction(name: str, given: Any, ours: Any) -> str:

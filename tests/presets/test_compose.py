@@ -90,6 +90,7 @@ MISTAKES: list[tuple[str, list[str], list[str]]] = [
     ("checkpointing", ["every_k=2"], ["callback.activation_checkpointing.every_k=2"]),
     ("checkpointing", ["+callback.activation_checkpointing.every_k=2"], ["write callback.activation_checkpointing.e"]),
     ("bf16", ["trainer.max_epochs=3"], ["L.Trainer(**trainer_kwargs(...), max_epochs=3)"]),
+    ("bf16", ["callbacks.x=1"], [nearest("callback")]),
     ("bf16", ["solo.precision=32-true"], ["write precision=32-true"]),
     ("bf16", ["+solo/callback=throughput"], ["write +callback=throughput"]),
     ("bf16", ["~solo.callback.throughput"], ["write ~callback.throughput"]),

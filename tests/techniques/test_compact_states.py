@@ -379,7 +379,7 @@ def test_compact_optimizer_of_the_user_gets_the_corrections(make_trainer: Make) 
     torch.testing.assert_close(trainer.optimizers[0].master_weight(weight), start, rtol=2**-15, atol=0)
 
 
-def test_one_budget_is_for_all_optimizers(make_trainer: Make) -> None:
+def test_one_budget_is_for_all_optimizers(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
     module = regression(lightning.pytorch, net())
     module.automatic_optimization = False
     parts = [list(block.parameters()) for block in module.net.blocks]
@@ -392,7 +392,10 @@ def test_one_budget_is_for_all_optimizers(make_trainer: Make) -> None:
             optimizer.zero_grad()
 
     module.training_step = step
-    trainer = fit(make_trainer, CompactStates(state_budget="60KiB"), module=module, max_steps=2)
+    with caplog.at_level("INFO"):
+        trainer = fit(make_trainer, CompactStates(state_budget="60KiB"), module=module, max_steps=2)
+    for number in range(len(parts)):
+        assert lines_with(caplog.text, "compact_states", f"optimizer {number},")
     assert sum(optimizer.state_bytes - optimizer.host_bytes for optimizer in trainer.optimizers) <= 60 * 1024
     assert [len(optimizer.host_states) for optimizer in trainer.optimizers] == [1, 2]
 

@@ -139,11 +139,12 @@ class CompactStates(Technique, Settings):
         return any(not optimizer.is_settled for optimizer in optimizers if isinstance(optimizer, CompactAdamW))
 
     def _log_states(self, ctx: Run, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in optimizers:
+        for number, optimizer in enumerate(optimizers):
+            whose = f"optimizer states of optimizer {number}" if len(optimizers) > 1 else "optimizer states"
             if isinstance(optimizer, WITH_MASTERS):
-                ctx.info(f"compact_states: optimizer states, {optimizer.summary()}")
+                ctx.info(f"compact_states: {whose}, {optimizer.summary()}")
             elif self.back_end != "own":
-                ctx.info(f"compact_states: optimizer states, {back_ends.summary(optimizer)}")
+                ctx.info(f"compact_states: {whose}, {back_ends.summary(optimizer)}")
 
     def step(
         self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
