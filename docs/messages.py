@@ -24,8 +24,8 @@ def text(node: ast.AST, path: Path) -> str:
             return value
         case ast.Name(id=name) if isinstance(value := constants(path).get(name), str):
             return value
-        case ast.IfExp(body=body, orelse=orelse):
-            return text(body, path) or text(orelse, path)
+        case ast.IfExp(body=one, orelse=other) | ast.BoolOp(values=[one, other]):
+            return text(one, path) or text(other, path)
         case ast.JoinedStr(values=values):
             return "".join(text(value, path) for value in values)
         case ast.FormattedValue(value=ast.Name(id=name)):
