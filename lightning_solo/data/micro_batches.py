@@ -79,6 +79,19 @@ class Splitter:
             )
         return parts
 
+    def split_arguments(self, args: Any, kwargs: Any, max_samples: int) -> list[tuple[Any, Any, int]]:
+        """Return the arguments of a call in parts, each (args, kwargs, samples).
+
+        A batch as the only argument is split as `parts`, other arguments along their first dimension.
+
+        Raises:
+            ConflictError: they can't be split.
+        """
+        if len(args) == 1 and not kwargs and not hasattr(args[0], "shape"):
+            return [((part,), {}, samples) for part, samples in self.parts(args[0], max_samples)]
+        dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
+        return [(*part, samples) for part, samples in split_evenly((args, kwargs), max_samples, dim)]
+
     def require_parts(self, batch: Any) -> None:
         """Check that a batch can be divided and its parts weighted, before a shortage of memory requires it.
 

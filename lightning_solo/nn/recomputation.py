@@ -104,6 +104,7 @@ class Wrap:
     keeps: bool = False  # whether that call keeps all its results
     host_state: bool = True  # whether its forward may change a _HostState
     recomputed: bool = False
+    remedy: str = ""  # for a recomputation that differs; empty: that of activation checkpointing
 
 
 def checkpoint_blocks(
@@ -219,9 +220,25 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     number = None if wrap.calls is None else wrap.number or wrap.calls.number(wrap.name)
     if wrap.calls is not None and number in wrap.calls.kept:
         return original(*args, **kwargs)
-    call = _Call(block, wrap, original, args, kwargs, number)
     with _keeping():  # inside the block torch saves tensors by its own context
-        return checkpoint(call, *call.take_tensors(), use_reentrant=False, early_stop=not call.is_whole)
+        return run_recomputed(block, wrap, original, args, kwargs, number)
+
+
+def run_recomputed(
+    block: nn.Module, wrap: Wrap, function: Callable[..., Any], args: Any, kwargs: Any, number: Call | None = None
+) -> Any:
+    """Return ``function(*args, **kwargs)``, which runs again in backward instead of keeping its activations.
+
+    Args:
+        block: has all state that the function may change.
+        wrap: the settings of its recomputation.
+        function: runs twice, with the same random numbers.
+        args: of the function.
+        kwargs: of the function.
+        number: of the call, if ``wrap.calls`` counts them.
+    """
+    call = _Call(block, wrap, function, args, kwargs, number)
+    return checkpoint(call, *call.take_tensors(), use_reentrant=False, early_stop=not call.is_whole)
 
 
 class _Call:
@@ -326,6 +343,8 @@ class _Call:
         return output
 
     def conflict(self, what: str) -> ConflictError:
+        if self.wrap.remedy:
+            return ConflictError(f"{self.wrap.name} {what}; its gradients would be wrong. {self.wrap.remedy}")
         kind = type(self.block).__name__
         return ConflictError(
             f"activation checkpointing: block {self.wrap.name!r} ({kind}) {what}; its gradients would be wrong. "

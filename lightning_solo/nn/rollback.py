@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
@@ -58,7 +61,7 @@ class Rollback:
             self._collect()
         for values in self._values:
             values.save()
-        self._states = [get() for get, _ in self._generators]
+        self._states = [generator.get() for generator in self._generators]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -79,8 +82,13 @@ class Rollback:
                 )
         for values in self._values:
             values.restore()
-        for (_, put), state in zip(self._generators, self._states, strict=True):
-            put(state)
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.put(state)
+
+    def seed(self, seed: int) -> None:
+        """Seed all random generators that `restore` restores."""
+        for generator in self._generators:
+            generator.seed(seed)
 
 
 class _Place(NamedTuple):
@@ -248,21 +256,33 @@ def _names_in_metric(module: nn.Module) -> tuple[str, ...]:
     return (*defaults, *_METRIC_ATTRIBUTES) if isinstance(defaults, dict) else ()
 
 
-_Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""Functions that return and set the state of a random generator."""
+class _Generator(NamedTuple):
+    """Functions that return and set the state of a random generator, and that seed it."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+    seed: Callable[[int], Any]
 
 
 def _common_generators(device: torch.device) -> Iterator[_Generator]:
     """Yield the global random generators."""
-    yield torch.get_rng_state, torch.set_rng_state
-    yield random.getstate, random.setstate
+    yield _Generator(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed)
+    yield _Generator(random.getstate, random.setstate, random.seed)
     if device.type in ("cuda", "xpu"):
         back_end = getattr(torch, device.type)
-        yield partial(back_end.get_rng_state, device), partial(back_end.set_rng_state, device=device)
+        get, put = partial(back_end.get_rng_state, device), partial(back_end.set_rng_state, device=device)
+        yield _Generator(get, put, back_end.manual_seed)
     elif device.type == "mps":
-        yield torch.mps.get_rng_state, torch.mps.set_rng_state
+        yield _Generator(torch.mps.get_rng_state, torch.mps.set_rng_state, torch.mps.manual_seed)
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield partial(numpy.random.get_state, legacy=False), numpy.random.set_state
+        get = partial(numpy.random.get_state, legacy=False)
+        yield _Generator(get, numpy.random.set_state, partial(_seed_numpys, numpy))
+
+
+def _seed_numpys(numpy: Any, seed: int) -> None:
+    """Seed NumPy's global generator, which may be of any kind."""
+    kind = type(numpy.random.get_bit_generator())
+    numpy.random.set_state(kind(seed).state)
 
 
 def _generators_in(modules: Iterable[nn.Module]) -> Iterator[_Generator]:
@@ -270,10 +290,53 @@ def _generators_in(modules: Iterable[nn.Module]) -> Iterator[_Generator]:
     numpy = sys.modules.get("numpy")
     for value in chain.from_iterable(vars(module).values() for module in modules):
         if isinstance(value, torch.Generator):
-            yield value.get_state, value.set_state
+            yield _Generator(value.get_state, value.set_state, value.manual_seed)
         elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-            yield value.getstate, value.setstate
+            yield _Generator(value.getstate, value.setstate, value.seed)
         elif numpy is not None and isinstance(value, numpy.random.RandomState):
-            yield value.get_state, value.set_state
+            yield _Generator(value.get_state, value.set_state, value.seed)
         elif numpy is not None and isinstance(value, numpy.random.Generator):
-            yield partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
+            bits = value.bit_generator
+            put = partial(setattr, bits, "state")
+            yield _Generator(partial(getattr, bits, "state"), put, partial(_seed_bits, bits))
+
+
+def _seed_bits(bits: Any, seed: int) -> None:
+    bits.state = type(bits)(seed).state
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the attributes of all parts of a module after a context, and the items of containers among them."""
+    before = [(vars(part), {**vars(part)}) for part in module.modules()]
+    containers = {id(value): (value, copy(value)) for _, attributes in before for value in _containers(attributes)}
+    try:
+        yield
+    finally:
+        for attributes, values in before:
+            for name in attributes.keys() - values.keys():
+                del attributes[name]
+            attributes.update(values)
+        for container, items in containers.values():
+            if len(container) == len(items) and all(map(is_, _flat(container), _flat(items))):
+                continue
+            container.clear()
+            (container.extend if isinstance(container, list | deque) else container.update)(items)
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """Yield the lists, dicts, sets and deques in the values of a dict, also nested ones."""
+    seen: set[int] = set()
+    ahead = [*value.values()]
+    while ahead:
+        value = ahead.pop()
+        if not isinstance(value, list | dict | set | deque | tuple) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        ahead += value.values() if isinstance(value, dict) else value
+        if not isinstance(value, tuple):
+            yield value
+
+
+def _flat(container: Any) -> Iterable[Any]:
+    return chain(container, container.values()) if isinstance(container, dict) else container

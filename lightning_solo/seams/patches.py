@@ -364,16 +364,20 @@ def on_device(trainer: Any, batch: Any) -> Any:
 
 
 def loss_of(trainer: Any, batch: Any, batch_idx: int) -> Any:
-    """Return the result of the module's ``training_step`` for a loader's batch; values that it logs are dropped."""
-    module = trainer.lightning_module
-    arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, on_device(trainer, batch), batch_idx)
+    """Return the result of the module's ``training_step`` for a loader's batch; its logged values are dropped."""
+    return step_result(trainer, on_device(trainer, batch), batch_idx)
+
+
+def step_result(trainer: Any, batch: Any, batch_idx: int) -> Any:
+    """Return the result of the module's ``training_step``, without techniques; its logged values are dropped."""
+    module, strategy = trainer.lightning_module, trainer.strategy
+    arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, batch_idx)
     with (
         logged_through(trainer, lambda *args, **kwargs: None),
         replaced(module, "_current_fx_name", "training_step"),
         replaced(trainer._logger_connector, "_current_fx", "training_step"),
-        trainer.precision_plugin.train_step_context(),
     ):
-        return module.training_step(*arguments.values())
+        return type(strategy).training_step(strategy, *arguments.values())
 
 
 def logged_through(trainer: Any, log: Callable[..., None]) -> Any:

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import lightning_solo as solo
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.catalogue import built_in_cards
-from tests.modules import OF_DOCUMENTS, Classifier, classification, documents, loader
+from tests.modules import OF_DOCUMENTS, Classifier, Documents, classification, documents, loader
 
 WIDTH = 64  # linear layers of 64 x 256: moments in 8 bits start at 4,096 elements
 BATCHES = 6
@@ -108,7 +108,12 @@ def fit(
     package = importlib.import_module(home)
     module = module_of(package)
     before = copy.deepcopy(weights_of(module))
-    trainer = trainer_of(package, folder, fields(*cards, precision=precision), **arguments)
+    preset = fields(*cards, precision=precision)
+    if batches is None:
+        batches = batches_of(*cards)
+    if isinstance(batches.dataset, Documents) and "micro_batching" in preset["callback"]:
+        preset["callback"]["micro_batching"]["weight_by"] = "shifted_tokens"  # their loss is a mean over tokens
+    trainer = trainer_of(package, folder, preset, **arguments)
     torch.manual_seed(4)
-    trainer.fit(module, batches_of(*cards) if batches is None else batches)
+    trainer.fit(module, batches)
     return Fit(module, trainer, before, weights_of(module))

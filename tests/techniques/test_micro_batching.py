@@ -259,7 +259,7 @@ def test_wherever_it_runs_out_of_memory_the_weights_are_those_of_an_undisturbed_
             return own((x, y), batch_idx)
 
         module.training_step = training_step
-        technique = MicroBatching()
+        technique = MicroBatching(check=False)
         operators = FailsOnce(module, position)
         trainer = make_trainer(L, callbacks=[technique, *[other() for other in others], operators.watch])
         with operators:
@@ -393,7 +393,7 @@ def test_failed_attempt_leaves_no_tensor_alive(make_trainer: Make, accelerator: 
     if accelerator != "cpu":
         pytest.skip("a mode that counts, and a device that counts as well")
     with Ledger() as ledger:
-        trained(make_trainer, net, MicroBatching(), data=DataLoader([*loader(4, 8)], batch_size=None))
+        trained(make_trainer, net, MicroBatching(check=False), data=DataLoader([*loader(4, 8)], batch_size=None))
     assert net.sizes[:3] == [8, 4, 4]
     # but for the part of the batch, in float64 8 + 1 numbers a sample, as much as before: of 8 samples, then of 4
     assert alive[0] - alive[1] == 8 * 9 * (8 - 4)
@@ -403,7 +403,7 @@ def test_a_limit_of_memory_is_kept(make_trainer: Make, accelerator: str) -> None
     if accelerator != "cpu":
         pytest.skip("counts on the CPU")
     module = regression(L, Stack(3, width=16))
-    technique = MicroBatching()
+    technique = MicroBatching(check=False)
     trainer = make_trainer(L, callbacks=[technique], max_epochs=2)
     weights = sum(p.nbytes for p in module.parameters())
     batches = DataLoader([*loader(2, 512, 16)], batch_size=None)
@@ -562,81 +562,3 @@ def test_batches_of_several_sizes_make_no_global_batch(make_trainer: Make) -> No
     module = regression(L, plain())
     with pytest.raises(ConflictError, match=mentions("global_batch=4", "4 samples", "global_batch=null")):
         make_trainer(L, callbacks=[MicroBatching(global_batch=4)]).fit(module, DataLoader(data, batch_size=None))
-
-
-def test_the_check_takes_statistics_of_parts_as_they_were_allowed(make_trainer: Make) -> None:
-    net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    trained(make_trainer, net, MicroBatching(2, batch_norm="ghost", check=True))
-
-
-def test_a_loss_over_pairs_of_samples_is_found_in_the_first_batch(make_trainer: Make) -> None:
-    def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(
-            outputs @ targets.to(outputs.dtype).T, torch.arange(len(outputs), device=outputs.device)
-        )
-
-    module = regression(L, plain(), loss=contrastive)
-    with pytest.raises(ConflictError, match=mentions("check", "weight_by=samples", "~callback.micro_batching")):
-        make_trainer(L, callbacks=[MicroBatching(check=True)]).fit(module, loader(2))
-
-
-class Visited(nn.Module):
-    """Counts its training steps in a buffer, and runs out of memory once in the first of them behind a check."""
-
-    def __init__(self, failing: bool) -> None:
-        super().__init__()
-        self.layer, self.failing = nn.Linear(8, 1), failing
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        if self.failing and len(x) == 8:
-            self.failing = False
-            raise torch.OutOfMemoryError(OOM)
-        return self.layer(x)
-
-
-def test_first_batch_is_restored_after_the_check(make_trainer: Make) -> None:
-    data = loader(2, 8)
-    calm, _ = trained(make_trainer, Visited(failing=False), MicroBatching(4), data=data)
-    ours = MicroBatching(check=True)
-    visited, _ = trained(make_trainer, arm(Visited(failing=False), ours), ours, data=data)
-    assert ours.retries == 1
-    assert visited.net.steps == calm.net.steps == 4
-
-
-def arm(net: Visited, technique: MicroBatching) -> Visited:
-    """Make a module run out of memory in its first step after the check."""
-    compare = technique._compare
-
-    def then_fail(*args: Any) -> None:
-        compare(*args)
-        net.failing = True
-
-    technique._compare = then_fail
-    return net
-
-
-@pytest.mark.cpu_only("the simulated device has no LSTM")
-def test_attention_that_drops_is_no_loss_over_pairs(make_trainer: Make) -> None:
-    class Attending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.head = nn.MultiheadAttention(8, 2, 0.5, batch_first=True), nn.Linear(8, 1)
-            self.recurrent = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x[:, None] * torch.ones(1, 3, 1)
-            x = x + self.attention(x, x, x, need_weights=False)[0]
-            return self.head(self.recurrent(x)[0][:, -1])
-
-    trained(make_trainer, Attending(), ours := MicroBatching(4, check=True))
-    assert ours.retries == 0
-
-
-def test_the_check_changes_nothing(make_trainer: Make) -> None:
-    fits = []
-    for check in (False, True):
-        torch.manual_seed(7)
-        fits.append(trained(make_trainer, Stack(2, dropout=0.3), MicroBatching(4, check=check))[0])
-    assert difference(*fits) == 0

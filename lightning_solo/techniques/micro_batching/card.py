@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -52,13 +52,18 @@ class Settings(TechniqueSettings):
         " row's first); or a key of the batch",
         check=_empty,
     )
+    embed: str | Sequence[str] | None = setting(
+        None,
+        "for a loss that compares samples: name of the module or method that embeds them, or list of names; the batch"
+        " is embedded in parts, and the loss is that of the whole batch (gradient caching)",
+    )
     batch_norm: str = setting(
         "refuse",
         "ghost allows batch norm with the statistics of each micro-batch instead of the whole batch",
         allowed=("refuse", "ghost"),
     )
     check: bool = setting(
-        False, "compare loss and gradients of a few samples of the first batch, together and in parts"
+        True, "refuse a loss that isn't the mean over parts; compared in forwards, before the first batch that is split"
     )
 
 
@@ -85,11 +90,12 @@ CARD = Card(
     " their sum is kept, 4 bytes per parameter. The batches of a step wait on the device",
     numerics="gradients and logged loss equal those of the undivided batch within rounding, by samples or tokens; bit"
     " for bit if the batch isn't divided",
-    conflicts="manual optimization; BatchNorm, unless ``batch_norm: ghost``; losses over pairs of samples, which"
-    " ``check: true`` detects; a ``training_step`` with its own state; engines that can't repeat a failed backward,"
-    " unless ``micro_batch`` is a number",
+    conflicts="manual optimization; BatchNorm, unless ``batch_norm: ghost``; losses that compare samples, unless"
+    " ``embed`` names the part that embeds them; engines that can't repeat a failed backward, unless ``micro_batch`` is"
+    " a number",
     reference="Huang et al. 2019, GPipe, https://arxiv.org/abs/1811.06965 (micro-batches); Hoffer et al. 2017,"
-    " https://arxiv.org/abs/1705.08741 (ghost batch norm)",
+    " https://arxiv.org/abs/1705.08741 (ghost batch norm); Gao et al. 2021, https://arxiv.org/abs/2101.06983 (gradient"
+    " caching)",
     owns=lambda settings: (
         frozenset({"micro_batches", "micro_batch_weights"})
         | ({"accumulation_factor"} if settings.global_batch is not None else frozenset())

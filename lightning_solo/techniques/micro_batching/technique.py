@@ -20,18 +20,15 @@ from lightning_solo.data.splitting import is_plain, moved
 from lightning_solo.errors import BudgetError, CheckpointError, ConflictError
 from lightning_solo.memory.attempts import attempt
 from lightning_solo.nn.rollback import Rollback
-from lightning_solo.nn.split_parity import difference, loss_and_gradient, same_for_parts
 from lightning_solo.optim.window_gradients import WindowGradients
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.micro_batching.card import CARD, Settings
 from lightning_solo.techniques.micro_batching.global_batch import GlobalBatch
+from lightning_solo.techniques.micro_batching.gradient_caching import Embedding, embed_by
 from lightning_solo.techniques.micro_batching.logged import Logged, merged_outputs, weighted_mean
-
-CHECKED_SAMPLES = 4
-TOLERANCE = {"64-true": 1e-8, "32-true": 1e-3}
-"""Tolerance of the check of the first batch, by precision; 0.1 for others."""
+from lightning_solo.techniques.micro_batching.loss_check import EMBED, require_mean
 
 
 class Waiting(NamedTuple):
@@ -75,7 +72,8 @@ class MicroBatching(Technique, Settings):
         """Reset the state of a fit."""
         self._global = GlobalBatch(self.global_batch)
         self._rollback: Rollback | None = None
-        self._checked = False
+        self._checked = self._compared = False
+        self._embeddings: list[Embedding] = []
         self._resumed: Any = None  # the batches that waited when the checkpoint was saved
         self._begin_window(zeroed=False)
 
@@ -134,6 +132,13 @@ class MicroBatching(Technique, Settings):
                 f"callback.micro_batching and {name}.training_step(dataloader_iter), which takes its batches itself;"
                 " write training_step(batch, batch_idx), or ~callback.micro_batching"
             )
+        for part in self._embedders():
+            embedding = Embedding(f"{EMBED}={part}", self._splitter.split_arguments, check=self.check)
+            ctx.undo.callback(embed_by(ctx.module, part, embedding))
+            self._embeddings.append(embedding)
+
+    def _embedders(self) -> list[str]:
+        return [self.embed] if isinstance(self.embed, str) else [*(self.embed or ())]
 
     def loader(self, ctx: Run, loader: Any) -> Any:
         """Read the size of the loader's batches, for the number of batches in a step."""
@@ -223,8 +228,6 @@ class MicroBatching(Technique, Settings):
         if not self._checked:
             self._checked = True
             self._splitter.require_parts(self._window[0].batch)
-            if self.check:
-                self._compare(ctx, proceed)
         result = self._run(ctx, proceed)
         ctx.window.held = self._counted + self._batches_counted(ctx)
         return result
@@ -239,27 +242,64 @@ class MicroBatching(Technique, Settings):
 
     def _run(self, ctx: Run, proceed: Callable[..., Any]) -> Any:
         """Run the window's batches in parts that fit, and return their common result."""
-        undo = self._save(ctx) if ctx.window.repeats else []
         batches = [waiting.batch for waiting in self._window]
+        undo = self._save(ctx) if ctx.window.repeats else []
         while True:
             size = self._size.current
-            parts = self._splitter.micro_batches(batches, size)
+            if not self._embeddings:
+                self._check_before(ctx, size)
+            parts = self._splitter.micro_batches(batches, None if self._embeddings else size)
+            for embedding in self._embeddings:
+                embedding.size = size
             run = partial(self._forward_and_backward, ctx, proceed, parts)
             result, failure = attempt(run) if ctx.window.repeats else (run(), None)
             if failure is None:
                 break
             for each in undo:
                 each()
-            self._shrink(ctx, max(part.samples or self._splitter.samples(part.data) for part in parts), failure)
+            samples = max(map(self._samples_of, parts))
+            self._shrink(ctx, min(samples, size or samples), failure)
         assert result is not None
+        self._require_embeddings()
         logged, whole = result
-        samples = sum(part.samples for part in parts) if len(batches) > 1 else None
-        logged.replay(patches.logged(ctx.trainer), samples)
+        counted = sum(part.samples for part in parts) if len(batches) > 1 else None
+        logged.replay(patches.logged(ctx.trainer), counted)
         if size is not None:
-            largest = max(sum(part.samples for part in parts if part.batch == index) for index in range(len(batches)))
+            largest = max(sum(self._samples_of(p) for p in parts if p.batch == index) for index in range(len(batches)))
             if (larger := self._size.fitted(largest)) is not None:
                 self._report(ctx, f"micro_batching: {size} samples fitted, now trying {larger}")
         return whole
+
+    def _check_before(self, ctx: Run, size: int | None) -> None:
+        """Check the loss once: before the first batch that is split, or with ``auto`` before the first that may be.
+
+        Raises:
+            ConflictError: the loss of a batch isn't the mean over its parts.
+        """
+        if not self.check or self._compared:
+            return
+        for waiting in self._window:
+            samples = self._splitter.samples(waiting.batch)
+            if samples > (size or 1):
+                self._compared = True
+                require_mean(ctx, self._splitter, *waiting, samples=min(samples, 2 * size) if size else samples)
+                return
+
+    def _samples_of(self, part: MicroBatch) -> int:
+        return part.samples or self._splitter.samples(part.data)
+
+    def _require_embeddings(self) -> None:
+        """Check that each part that was named to embed samples has run.
+
+        Raises:
+            ConflictError: one hasn't.
+        """
+        for embedding in self._embeddings:
+            if not embedding.calls:
+                raise ConflictError(
+                    f"{embedding.option}: training_step never calls it, so the batch isn't split; write {EMBED}=<the"
+                    " module or method that training_step calls for its embeddings>"
+                )
 
     def _save(self, ctx: Run) -> list[Callable[[], None]]:
         """Save the current state, and return functions that restore it."""
@@ -309,44 +349,6 @@ class MicroBatching(Technique, Settings):
         ctx.info(f"{text}, at optimizer step {ctx.trainer.global_step}")
         values = {"micro_batching/micro_batch": self._size.current, "micro_batching/retries": self.retries}
         patches.log_metrics(ctx.trainer, values)
-
-    # --- the check of the first batch ---
-
-    def _compare(self, ctx: Run, proceed: Callable[..., Any]) -> None:
-        """Run a few samples of the first batch together and in parts, and compare the results.
-
-        Raises:
-            ConflictError: the losses or gradients differ, or the strategy can't undo a backward.
-        """
-        assert self._gradients is not None  # set in loss
-        if not ctx.window.repeats:
-            raise ConflictError(
-                f"callback.micro_batching.check=true and {type(ctx.strategy).__name__}, which can't undo a backward;"
-                " write callback.micro_batching.check=false"
-            )
-        few, samples = self._splitter.parts(self._window[0].batch, CHECKED_SAMPLES)[0]
-        if samples < 2:
-            return
-        undo = self._save(ctx)
-        runs = []
-        with same_for_parts(ctx.module):
-            for size in (samples, -(-samples // 2)):
-                _, whole = self._forward_and_backward(ctx, proceed, self._splitter.micro_batches([few], size))
-                if whole.loss is not None:  # else this batch is skipped
-                    runs.append(loss_and_gradient(whole.loss, self._gradients.parameters))
-                for each in undo:
-                    each()
-        if len(runs) < 2:
-            return
-        error = difference(*runs)
-        if not error <= TOLERANCE.get(ctx.precision, 0.1):
-            raise ConflictError(
-                f"callback.micro_batching.check=true: the loss of {samples} samples is {runs[0].loss:.6g} together and"
-                f" {runs[1].loss:.6g} in parts of {-(-samples // 2)}, and losses or gradients differ by {error:.2g}"
-                f" (relative), so the loss isn't the mean that weight_by={self.weight_by} assumes; write"
-                " callback.micro_batching.weight_by=tokens or shifted_tokens for a mean over tokens, return a mean"
-                " instead of a sum, or ~callback.micro_batching if the loss compares samples with one another"
-            )
 
     # --- checkpoints ---
 

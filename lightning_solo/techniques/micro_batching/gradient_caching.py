@@ -1,0 +1,178 @@
+"""Embed a batch in parts for a loss over the whole batch: gradient caching, Gao et al. 2021, arXiv 2101.06983.
+
+Forward keeps the embeddings of each part, and no other activations. Backward of the loss gives the gradients of all
+embeddings, and then runs forward and backward of one part after another. The paper passes embeddings and gradients from
+step to step; here autograd does, since each part is one function that is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.data.nested import leaves, map_leaves
+from lightning_solo.errors import ConflictError, NothingToDoError
+from lightning_solo.memory.attempts import attempt
+from lightning_solo.nn.forwards import original_forward, record_of, replace_forward, restore_forwards
+from lightning_solo.nn.recomputation import Wrap, run_recomputed
+from lightning_solo.nn.rollback import Rollback, attributes_kept
+from lightning_solo.nn.split_parity import same_for_parts
+
+Part = tuple[tuple[Any, ...], dict[str, Any], int]
+"""Arguments by position and by name, and their samples."""
+
+
+@dataclass
+class Embedding:
+    """A module or method that embeds samples, and how its calls are split.
+
+    Attributes:
+        option: by which it was chosen, for messages.
+        split: function of (args, kwargs, size) that returns the parts of a call, each of at most ``size`` samples.
+        size: the largest number of samples in a part; None: calls aren't split.
+        check: whether the next split call is compared with the undivided one.
+        calls: the calls with gradients.
+    """
+
+    option: str
+    split: Callable[[Any, Any, int], list[Part]]
+    size: int | None = None
+    check: bool = True
+    calls: int = 0
+
+    def __post_init__(self) -> None:
+        remedy = f"Write {self.option.partition('=')[0]}=<another module or method> without it"
+        self.wrap = Wrap(self.option, verify=True, remedy=remedy)
+
+    def __call__(self, owner: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return ``function(*args, **kwargs)``; ``owner`` has all state that the function may change."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        self.calls += 1
+        if self.size is None:
+            return function(*args, **kwargs)
+        parts = self.split(args, kwargs, self.size)
+        if len(parts) == 1:
+            return function(*args, **kwargs)
+        if self.check:
+            attempt(partial(self._compare, owner, function, args, kwargs))  # without memory for it there is no check
+            self.check = False
+        outputs = [run_recomputed(owner, self.wrap, function, *part[:2]) for part in parts]
+        return self._joined(outputs, [samples for *_, samples in parts])
+
+    def _joined(self, outputs: Sequence[Any], samples: Sequence[int]) -> Any:
+        """Return the outputs of parts as the output of the whole batch.
+
+        Raises:
+            ConflictError: a tensor has another number of rows than samples.
+        """
+        by_path = [dict(leaves(output)) for output in outputs]
+
+        def join(path: str, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            rows = [part.get(path) for part in by_path]
+            if [len(row) if isinstance(row, Tensor) and row.dim() else None for row in rows] != [*samples]:
+                raise self._conflict(
+                    f"{path or 'its output'} has the shape {tuple(leaf.shape)} for {samples[-1]} samples"
+                )
+            return torch.cat(rows)  # type: ignore[arg-type]
+
+        return map_leaves(outputs[-1], join)
+
+    def _compare(self, owner: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Compare the embeddings of as many samples as a part has, together and in halves; all state is restored.
+
+        Raises:
+            ConflictError: they differ.
+        """
+        assert self.size is not None  # checked by the caller
+        args, kwargs, samples = self.split(args, kwargs, max(self.size, 2))[0]
+        device = next((p.device for p in owner.parameters()), torch.device("cpu"))
+        rollback = Rollback(owner, device)
+        rollback.save()
+        try:
+            with attributes_kept(owner), same_for_parts(owner), torch.no_grad():
+                whole = function(*args, **kwargs)
+                rollback.restore()
+                parts = self.split(args, kwargs, -(-samples // 2))
+                outputs = [function(*part[:2][0], **part[1]) for part in parts]
+                joined = self._joined(outputs, [number for *_, number in parts])
+                if _alike(whole, joined):
+                    return
+                rollback.seed(1)
+                again = function(*args, **kwargs)
+        finally:
+            rollback.restore()
+        if _alike(whole, again) or not _alike(whole, joined, values=False):  # no random numbers
+            raise self._conflict("the embeddings of samples depend on the other samples")
+
+    def _conflict(self, reason: str) -> ConflictError:
+        option = self.option.partition("=")[0]
+        return ConflictError(
+            f"{self.option}: {reason}; write {option}=<the module or method> that returns a row for each sample, before"
+            " samples are compared with one another"
+        )
+
+
+def _alike(one: Any, other: Any, *, values: bool = True) -> bool:
+    """Return whether the tensors of two outputs have equal shapes, and values that differ by rounding at most."""
+    pairs = [(a, b) for (_, a), (_, b) in zip(leaves(one), leaves(other), strict=True) if isinstance(a, Tensor)]
+    return all(a.shape == b.shape and (not values or _close(a, b)) for a, b in pairs)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    tolerance = 2e-2 if one.dtype.itemsize < 4 or torch.is_autocast_enabled(one.device.type) else 1e-3
+    scale = one.detach().float().nan_to_num(0, 0, 0).abs().max().item() if one.numel() else 0.0
+    return torch.allclose(one.double(), other.double(), rtol=0.0, atol=tolerance * scale, equal_nan=True)
+
+
+def embed_by(module: nn.Module, name: str, embedding: Embedding) -> Callable[[], None]:
+    """Make a part of a module run by an `Embedding`, and return a function that undoes it.
+
+    Args:
+        module: the whole module.
+        name: of a module below it, or of a method of it or of a module below it, with dots.
+        embedding: runs the calls.
+
+    Raises:
+        NothingToDoError: there is no such module or method; lists the modules.
+    """
+    path, _, attribute = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+        part = getattr(owner, attribute)
+    except AttributeError:
+        names = [child for child, each in module.named_children() if any(True for _ in each.parameters())]
+        raise NothingToDoError(
+            f"{embedding.option}: {type(module).__name__} has no module or method {name!r}; write the name of one that"
+            f" embeds samples, such as {', '.join(names)}"
+        ) from None
+    if isinstance(part, nn.Module):
+        replace_forward(part, forward, embedding)
+        return lambda: restore_forwards([part], Embedding)
+    if not callable(part):
+        raise NothingToDoError(
+            f"{embedding.option}: {name} is a {type(part).__name__}, neither module nor method; write the name of one"
+        )
+
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own = getattr(type(self), attribute)
+        return embedding(self, MethodType(own, self), args, kwargs)
+
+    setattr(owner, attribute, MethodType(method, owner))
+    return lambda: delattr(owner, attribute)
+
+
+def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a module that embeds samples."""
+    embedding, original = record_of(module, Embedding), original_forward(module, Embedding)
+    return original(*args, **kwargs) if embedding is None else embedding(module, original, args, kwargs)

@@ -1,0 +1,160 @@
+"""The check that the loss of a batch is the mean over its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.data.micro_batches import MicroBatch, Splitter
+from lightning_solo.data.nested import map_tensors
+from lightning_solo.errors import ConflictError
+from lightning_solo.memory.attempts import attempt
+from lightning_solo.nn.rollback import Rollback, attributes_kept
+from lightning_solo.nn.split_parity import is_mean, mismatch, same_for_parts
+from lightning_solo.seams import patches
+from lightning_solo.seams.run import Run
+
+EMBED = "callback.micro_batching.embed"
+TOLERANCE = {"64-true": 1e-8, "32-true": 1e-3}
+"""Relative difference that counts as rounding, by precision; 0.02 for others."""
+
+
+def require_mean(ctx: Run, splitter: Splitter, batch: Any, batch_idx: int, samples: int) -> None:
+    """Check that the loss of ``samples`` of a batch, or as many as fit, is the mean over two parts of them.
+
+    ``training_step`` runs without backward, and all state is restored.
+
+    Raises:
+        ConflictError: it isn't; the message names the remedy.
+    """
+    while samples > 1:
+        few, samples = splitter.parts(batch, samples)[0]
+        parts = splitter.micro_batches([few], -(-samples // 2))
+        refusal, failure = attempt(partial(_refusal, ctx, splitter, few, parts, batch_idx))
+        if refusal is not None:
+            raise ConflictError(refusal)
+        if failure is None:
+            return
+        samples = -(-samples // 2) if samples > 2 else 1
+    ctx.info("micro_batching: the loss isn't checked, since a forward of two samples doesn't fit")
+
+
+def _refusal(ctx: Run, splitter: Splitter, few: Any, parts: Sequence[MicroBatch], batch_idx: int) -> str | None:
+    """Return why the loss of a batch isn't the mean over parts, and what to write; None if it is."""
+    trial = Trial(ctx.module, ctx.device, partial(patches.step_result, ctx.trainer, batch_idx=batch_idx))
+    tolerance = TOLERANCE.get(ctx.precision, 0.02)
+
+    def compare() -> tuple[float, Sequence[float], list[str]] | None:
+        with trial:
+            difference = mismatch(partial(trial.loss, few), partial(trial.terms, parts), tolerance)
+            return difference and (*difference, trial.called(few))
+
+    try:
+        with torch.no_grad():
+            different = compare()
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        different = compare()  # the step takes gradients itself
+    if different is None:
+        return None
+    loss, terms, names = different
+    embed = names[0] if len(names) == 1 else f"[{','.join(names)}]" if names else "<module or method>"
+    remedy = _remedy_of_mean(splitter, few, parts, loss, terms, tolerance)
+    remedy = remedy or f"if it compares samples, write {EMBED}={embed} with the part that embeds them"
+    samples = sum(part.samples for part in parts)
+    return (
+        f"callback.micro_batching: the loss of {samples} samples is {loss:.6g}, and the mean over {len(parts)} parts of"
+        f" them by {splitter.weight_by} is {sum(terms):.6g}; {remedy}, or callback.micro_batching.check=false to train"
+        " on that mean"
+    )
+
+
+def _remedy_of_mean(
+    splitter: Splitter, few: Any, parts: Sequence[MicroBatch], loss: float, terms: Sequence[float], tolerance: float
+) -> str | None:
+    """Return the remedy for a loss that is a sum, or a mean by other weights; None if it is neither."""
+    if not all(part.share for part in parts):
+        return None
+    losses = [term / part.share for term, part in zip(terms, parts, strict=True)]
+    if is_mean(loss, losses, tolerance):
+        return "it is a sum over samples: return their mean from training_step"
+    for by in ("samples", "tokens", "shifted_tokens"):
+        with suppress(ConflictError):  # there are no labels
+            weighed = Splitter(splitter.batch_dim, splitter.split, by).micro_batches([few], parts[0].samples)
+            if is_mean(loss, [part.share * each for part, each in zip(weighed, losses, strict=True)], tolerance):
+                return f"write callback.micro_batching.weight_by={by}"
+    return None
+
+
+class Trial:
+    """Runs training steps without backward in a context; all state of the module is restored.
+
+    Args:
+        module: the module; its parts don't drop elements in the context.
+        device: on which it runs.
+        step: returns the result of ``training_step`` for a batch.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, step: Callable[[Any], Any]) -> None:
+        self._module, self._step = module, step
+        self._rollback = Rollback(module, device)
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Trial:
+        self._rollback.save()
+        self._stack.callback(self._rollback.restore)
+        self._stack.enter_context(attributes_kept(self._module))
+        self._stack.enter_context(same_for_parts(self._module))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def loss(self, batch: Any, seed: int = 0) -> float | None:
+        """Return the loss of a batch, or None; at seed 0 with the random numbers that come next."""
+        self._begin(seed)
+        return self._loss_of(batch)
+
+    def terms(self, parts: Sequence[MicroBatch], seed: int = 0) -> list[float] | None:
+        """Return the loss of each part by its share in the mean; None if a part has no loss."""
+        self._begin(seed)
+        losses = [self._loss_of(part.data) if part.share else 0.0 for part in parts]
+        terms = [part.share * loss for part, loss in zip(parts, losses, strict=True) if loss is not None]
+        return terms if len(terms) == len(losses) else None
+
+    def called(self, batch: Any) -> list[str]:
+        """Return the names of the modules with parameters that ``training_step`` calls, without those inside them."""
+        names: dict[str, None] = {}
+        depth = [0]
+
+        def enter(name: str, *_: Any) -> None:
+            depth[0] += 1
+            if depth[0] == 1:
+                names[name] = None
+
+        def leave(*_: Any) -> None:
+            depth[0] -= 1
+
+        with ExitStack() as hooks:
+            for name, part in self._module.named_modules():
+                if part is not self._module and any(True for _ in part.parameters()):
+                    hooks.callback(part.register_forward_pre_hook(partial(enter, name)).remove)
+                    hooks.callback(part.register_forward_hook(leave, always_call=True).remove)
+            self.loss(batch)
+        return [*names]
+
+    def _begin(self, seed: int) -> None:
+        self._rollback.restore()
+        if seed:
+            self._rollback.seed(seed)
+
+    def _loss_of(self, batch: Any) -> float | None:
+        result = self._step(map_tensors(batch, Tensor.clone))  # it may change its batch
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        return None if loss is None else float(loss.detach())
