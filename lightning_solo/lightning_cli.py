@@ -65,7 +65,7 @@ class SoloCLI(LightningCLI):
         ours = trainer_kwargs(
             config["solo"], overrides, callbacks=callbacks, allow=allow, module=self.model, trainer=given
         )
-        return merged(given, ours)
+        return merged(given, ours, config["solo"], overrides, allow)
 
 
 def _listed(value: Any) -> list[Any]:

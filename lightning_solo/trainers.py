@@ -13,7 +13,7 @@ from lightning_solo.build import HOMES
 from lightning_solo.cards.arguments import Parameter, check_arguments
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.presets import old_spellings
-from lightning_solo.presets.compose import Preset
+from lightning_solo.presets.compose import Preset, composes
 from lightning_solo.presets.parse import PRECISIONS, contradiction, refuse_foreign_targets, targets
 from lightning_solo.presets.signature import parameters
 from lightning_solo.presets.targets import instantiate
@@ -82,7 +82,7 @@ def trainer(
     ours = trainer_kwargs(
         preset, overrides, callbacks=listed, allow=allow, lightning=home, module=module, batch=batch, trainer=plain
     )
-    return cls(**{**given, **merged(plain, ours)})
+    return cls(**{**given, **merged(plain, ours, preset, overrides, allow)})
 
 
 def _accepted(home: str, fields: Mapping[str, Any]) -> dict[str, Parameter]:
@@ -94,7 +94,13 @@ def _accepted(home: str, fields: Mapping[str, Any]) -> dict[str, Parameter]:
     }
 
 
-def merged(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+def merged(
+    given: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    preset: Preset,
+    overrides: Sequence[str] = (),
+    allow: Sequence[str] = (),
+) -> dict[str, Any]:
     """Return a Trainer's arguments, merged from the user's (``given``) and a preset's (``ours``).
 
     A single device (``devices=[2]``) and the accelerator ``"gpu"`` agree with the preset's ``devices=1`` and
@@ -103,6 +109,10 @@ def merged(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConflictError: both set an argument, to different values.
     """
+
+    def accepts(override: str) -> bool:
+        return composes(preset, [*overrides, override], allow)
+
     arguments = {**given, **ours}
     for name in given.keys() & ours.keys() - {"callbacks"}:
         value = given[name]
@@ -113,7 +123,7 @@ def merged(given: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConflictError(f"trainer.devices={value!r}: a preset trains on one device; write devices=1")
             arguments[name] = value
         elif (name, value, ours[name]) != ("accelerator", "gpu", "cuda"):
-            raise ConflictError(contradiction(name, value, ours[name]))
+            raise ConflictError(contradiction(name, value, ours[name], accepts))
     return arguments
 
 

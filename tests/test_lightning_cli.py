@@ -100,9 +100,10 @@ def test_callbacks_of_both_act(run: Any) -> None:
 
 REFUSED = [
     (
-        ["--solo=compact", "--trainer.precision=16-mixed"],
-        ("trainer.precision='16-mixed'", "overrides=['precision=16-mixed']"),
+        ["--solo=bf16", "--trainer.precision=32-true"],
+        ("trainer.precision='32-true'", "overrides=['precision=32-true']"),
     ),
+    (["--solo=compact", "--trainer.precision=16-mixed"], ("trainer.precision='16-mixed'", "drop precision")),
     (["--solo=compact", "--trainer.devices=2"], ("trainer.devices", "devices=1")),
     (["--solo=compcat"], (nearest("compact"),)),
     (["--trainer.strategy=compact"], ("trainer.strategy='compact'", "the preset compact")),

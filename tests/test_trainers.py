@@ -99,6 +99,12 @@ def test_remedy_of_a_refusal_works() -> None:
     assert solo.trainer(config, "bf16", ["precision=32-true"]).precision == "32-true"
 
 
+def test_override_that_the_preset_refuses_is_not_proposed() -> None:
+    with pytest.raises(ConflictError, match=mentions("drop precision")) as caught:
+        solo.trainer({**QUIET, "precision": "32-true"}, "compact")
+    assert "overrides=" not in str(caught.value)
+
+
 def test_strategy_is_named_by_its_class() -> None:
     preset, allow = {"strategy": {"_target_": "lightning.pytorch.strategies.SingleDeviceStrategy"}}, ["lightning"]
     words = mentions("trainer.strategy=DDPStrategy", "strategy=SingleDeviceStrategy", "overrides=['~strategy']")

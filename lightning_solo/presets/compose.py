@@ -70,16 +70,17 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
             raise type(error)(on_command_line(str(error))) from None
         if isinstance(preset, (str, Mapping)) or not isinstance(error, ConflictError):
             raise
-        cures = [name for name in preset if _composes([n for n in preset if n != name], overrides, allow)]
+        cures = [name for name in preset if composes([n for n in preset if n != name], overrides, allow)]
         remedy = f", or drop {' or '.join(cures)}" if cures else ""
         raise ConflictError(f"presets {' and '.join(preset)}: {error}{remedy}") from error
 
 
-def _composes(names: Sequence[str], overrides: Sequence[str], allow: Sequence[str]) -> bool:
+def composes(preset: Preset, overrides: Sequence[str], allow: Sequence[str]) -> bool:
+    """Return whether a preset accepts overrides."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            parse_configuration(compose_yaml(names, overrides), allow)
+            parse_configuration(compose_yaml(preset, overrides), allow)
     except SoloError:
         return False
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -210,10 +210,13 @@ def unknown_field(name: str, value: object = UNKNOWN, marks: str = "") -> str:
     return f"{message}; a Trainer's own argument goes to it: L.Trainer(**trainer_kwargs(...), {keyword})"
 
 
-def contradiction(name: str, given: Any, ours: Any) -> str:
-    """Return the message for an argument that the Trainer got and the preset sets to another value."""
+def contradiction(name: str, given: Any, ours: Any, accepts: Callable[[str], bool] = lambda _: True) -> str:
+    """Return the message for an argument that the Trainer got and the preset sets to another value.
+
+    ``accepts`` returns whether the preset accepts an override, which is proposed then.
+    """
     override = "~strategy" if name == "strategy" else f"{name}={given}"
-    remedy = f", or write overrides=['{override}']" if name in FIELDS else ""
+    remedy = f", or write overrides=['{override}']" if name in FIELDS and accepts(override) else ""
     return (
         f"trainer.{name}={_described(given)}, and the preset sets {name}={_described(ours)}: drop {name} from the"
         f" Trainer's arguments{remedy}"
