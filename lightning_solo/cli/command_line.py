@@ -408,8 +408,9 @@ def _refuse_unknown(base: DictConfig, override: Override) -> None:
             there = list(accepted if accepted is not None else map(str, node if isinstance(node, Mapping) else ()))
             if where == "trainer" and key in FIELDS:
                 old = old_spellings.refusal_of_argument(override.value())
-                new = f"{override.input_line}: the preset sets that; write solo.{key}={override.value()}"
-                raise PresetError(old or new)
+                raise PresetError(
+                    old or f"{override.input_line}: the preset sets that; write solo.{key}={override.value()}"
+                )
             if key in there:
                 raise PresetError(f"{override.input_line}: not set yet; write +{override.input_line}")
             foreign = where in ("model", "data") and accepted is None
