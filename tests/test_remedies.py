@@ -309,6 +309,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "seams/run.py": 2,
         "techniques/accumulation_schedule/technique.py": 3,
         "techniques/gradient_release/technique.py": 1,
+        "techniques/micro_batching/gradient_caching.py": 4,
         "techniques/prefetch/technique.py": 1,
         "techniques/zero_offload/technique.py": 1,
         "trainers.py": 1,
