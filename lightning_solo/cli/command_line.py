@@ -359,7 +359,7 @@ def compose_application(overrides: Sequence[str]) -> DictConfig:
 
 
 def refusal(error: Exception, overrides: Sequence[str]) -> SoloError:
-    """Return an error with a remedy for the override that Hydra refused, or else one with Hydra's message."""
+    """Return the error for a composition that Hydra refused: with a remedy if an override is the reason."""
     try:
         _refuse(overrides)
     except SoloError as ours:

@@ -106,7 +106,7 @@ def compose_base(options: LadderOptions) -> DictConfig:
 
 
 def prepare(techniques: tuple[LadderTechnique, ...], options: LadderOptions, folder: Path) -> Prepared:
-    """Return a combination and the configuration of its process.
+    """Return a combination that is ready to run, and the configuration of its process.
 
     Raises:
         PresetError, ConflictError: as `check_config`.

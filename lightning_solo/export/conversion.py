@@ -21,7 +21,7 @@ from lightning_solo.export.sources import checkpoint_of, read, refuse_existing, 
 from lightning_solo.export.weights import unnamed
 from lightning_solo.optim.adamw_state_dict import WEIGHTS_ALONE, is_compact, marked, require_supported, unmarked
 from lightning_solo.optim.adamw_states import compress, is_plain, new_state, plain, state_layout
-from lightning_solo.optim.checkpoint_masters import RECORD, replaced
+from lightning_solo.optim.checkpoint_masters import RECORD, with_masters
 from lightning_solo.optim.split_weights import joined
 from lightning_solo.units import format_bytes
 
@@ -85,7 +85,7 @@ def to_plain(checkpoint: Checkpoint, source: Path) -> tuple[Checkpoint, list[str
             if "correction" in state and name in weights:
                 masters[name] = partial(joined, weights[name], state["correction"])
     kept = {key: value for key, value in checkpoint.items() if key != RECORD}
-    kept["state_dict"] = replaced(weights, masters)
+    kept["state_dict"] = with_masters(weights, masters)
     kept["optimizer_states"] = [_plain_optimizer(*pair) for pair in zip(before, record, strict=True)]
     bits = sorted({each["bits"] for parameters in record for each in parameters if each["trained"]})
     notes = [f"weights with {' and '.join(map(str, bits))} bits; states of torch's AdamW in fp32"]

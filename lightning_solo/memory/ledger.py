@@ -154,11 +154,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def host_peak_bytes(self) -> int:
-        """The peak of live bytes on the host since then."""
+        """The peak of live bytes on the host since the mode was entered or ``reset_peak`` was called."""
         return self._host_peak
 
     def peak(self) -> Peak:
-        """Return the peak on the device since then, by category."""
+        """Return the peak on the device since the last reset, by category."""
         self.see_owned()
         most, count = self.log.peak()
         return Peak(most, self.log.breakdown(count), *self._where)
@@ -227,7 +227,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = max(self._peak, self._now)
 
     def _forget(self, key: int) -> Callable[[weakref.ref[UntypedStorage]], None]:
-        """Return the callback for the free of the storage with this key; it doesn't keep the ledger alive."""
+        """Return a function that records the free of a storage; it holds the ledger by a weak reference."""
         ledger = weakref.ref(self)
 
         def forget(ref: weakref.ref[UntypedStorage]) -> None:

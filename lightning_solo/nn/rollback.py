@@ -26,8 +26,8 @@ class Rollback:
     on ``device``, Python's, NumPy's if it is imported, and generators that are attributes of modules. `restore` removes
     buffers and submodules that were registered since `save`.
 
-    The first `save` copies all tensors. Later ones copy only tensors that had changed by the second `save`, or whose
-    version has increased since: large masks and tables of positions never change.
+    The first `save` copies all tensors. Later ones skip tensors that never change, such as large masks: those that were
+    unchanged at the second `save`, and whose version hasn't increased since.
 
     >>> module = nn.BatchNorm1d(2)
     >>> rollback = Rollback(module, torch.device("cpu")); rollback.save()

@@ -21,9 +21,9 @@ _SMALLEST = 1e-30  # stands for the largest number of a factor of zeros
 
 
 class RoundedProduct(torch.autograd.Function):
-    """(rows, in) x (out, in) -> (rows, out), with three products: ``output``, ``of_rows`` and ``of_weight``.
+    """(rows, in) x (out, in) -> (rows, out), with rounded products in forward and backward.
 
-    They compute the output, the rows' gradient and the weight's gradient.
+    ``output`` computes the output, ``of_rows`` the rows' gradient, and ``of_weight`` the weight's gradient.
     """
 
     @staticmethod
@@ -188,7 +188,7 @@ _HADAMARD = [[_SIGNS[i] * (-1) ** (i & j).bit_count() / 4 for j in range(NVFP4_B
 def hadamard(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Multiply each block of 16 of both factors, (m, k) and (n, k), by one orthogonal matrix.
 
-    The matrix is the Hadamard matrix of 16 over 4, with random signs. It spreads an outlier over its block and leaves
+    It is the 16 by 16 Hadamard matrix, divided by 4, with random signs. It spreads an outlier over its block and leaves
     ``left @ right.T`` unchanged.
     """
     turn = torch.tensor(_HADAMARD, device=left.device)

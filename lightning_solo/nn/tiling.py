@@ -54,7 +54,7 @@ def tile_parts(parts: Mapping[str, nn.Module], tile_tokens: int) -> dict[str, Ti
 
     Args:
         parts: name -> part; none is inside another.
-        tile_tokens: tokens of all sequences of a batch whose intermediate results exist at a time.
+        tile_tokens: tokens of a tile, over all sequences of a batch; intermediate results exist for one tile at a time.
 
     Raises:
         ConflictError: in forward, if a part mixes tokens, uses other modules' parameters, or takes or returns anything

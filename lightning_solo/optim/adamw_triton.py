@@ -394,7 +394,7 @@ def step_many(
 
 @triton.jit
 def _narrowed(value, TYPE: tl.constexpr):
-    """Return fp32 numbers in a floating type, rounded to the nearest."""
+    """Convert fp32 numbers to another floating type, rounded to the nearest value."""
     if tl.bfloat16 == TYPE:
         return _upper_half(_nearest_bf16(tl.where(value == value, _bits(value), QUIET_NAN)))
     return value.to(TYPE)

@@ -1,4 +1,4 @@
-"""Master weights in checkpoints: who has one, and a record that names the parameters of each optimizer's states."""
+"""Master weights in checkpoints, and a record that names the parameters of each optimizer's states."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def place(tensor: Tensor) -> Any:
     return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def replaced(weights: Mapping[str, Any], replacements: Mapping[str, Callable[[], Tensor]]) -> dict[str, Any]:
-    """Return a state dict with some weights replaced, each by the result of a function, moved to the host.
+def with_masters(weights: Mapping[str, Any], masters: Mapping[str, Callable[[], Tensor]]) -> dict[str, Any]:
+    """Return a state dict with some weights replaced by their master weights, on the host; see `masters_of`.
 
     Tied weights stay tied: each of their names gets the same tensor.
     """
-    functions = {place(weights[name]): make for name, make in replacements.items() if name in weights}
+    functions = {place(weights[name]): make for name, make in masters.items() if name in weights}
     made: dict[Any, Tensor] = {}
     result = dict(weights)
     for name, value in weights.items():

@@ -1,4 +1,4 @@
-"""Functions run in parallel, all but the first in forked processes: tracing is Python, which uses one core."""
+"""Run functions in parallel, all but the first in forked processes, because tracing in Python uses one core."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def scatter(rows: Sequence[dict[str, Any]], x: str, y: str, palette: Palette) ->
 
 
 def _around(values: Sequence[float]) -> dict[str, Any]:
-    """Return a scale around values; for a single value Vega would round the axis' numbers to integers."""
+    """Return a scale around values, with a margin if all are equal; else Vega would label the axis with integers."""
     if min(values) == max(values):
         margin = 0.1 * abs(values[0]) or 1.0
         return {"domain": [values[0] - margin, values[0] + margin], "nice": False}

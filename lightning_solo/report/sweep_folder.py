@@ -146,7 +146,7 @@ def front_of(rows: Sequence[Row], cost: str) -> list[Row]:
 
 
 def fronts_of(rows: Sequence[Row]) -> dict[int, list[str]]:
-    """Return job's number -> the costs (memory, time) for which it is on the Pareto front with the loss."""
+    """Return number of a job -> the costs, of memory and time, whose Pareto front with the loss contains the job."""
     fronts = {"memory": front_of(rows, peak_of(rows)), "time": front_of(rows, "seconds")}
     on = {cost: {row.number for row in front} for cost, front in fronts.items()}
     return {row.number: [cost for cost, numbers in on.items() if row.number in numbers] for row in rows}

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_solo.optim.adamw_state_dict import marked
-from lightning_solo.optim.checkpoint_masters import RECORD, masters_of, record, replaced
+from lightning_solo.optim.checkpoint_masters import RECORD, masters_of, record, with_masters
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.seams import patches
@@ -54,7 +54,7 @@ class CompactCheckpoint(Checkpoint):
     def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return the bf16 weights, or fp32 master weights of optimizers whose states are plain, or of all."""
         optimizers = [each for each in self._ctx.strategy.optimizers if not self._has_corrections(each)]
-        return replaced(weights, masters_of(self._ctx.module, optimizers))
+        return with_masters(weights, masters_of(self._ctx.module, optimizers))
 
     def saved_states(self, optimizer: Optimizer, states: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's states; without corrections if the weights are fp32."""

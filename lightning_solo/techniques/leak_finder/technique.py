@@ -18,8 +18,8 @@ from lightning_solo.techniques.leak_finder.card import Settings
 class LeakFinder(Callback, Settings):
     """Counts all live tensors every ``every_n_steps`` optimizer steps, and warns of kinds that keep growing.
 
-    A leak is a kind of tensor (category, type, dtype and shape) that grew in each of the last intervals, and of which
-    some tensors of the first interval are still alive after a garbage collection. The warning names the bytes and the
+    A kind is a category, type, dtype and shape. It leaks if it grew in each of the last intervals, and if some of its
+    tensors from the first interval are still alive after a garbage collection. The warning names the bytes and the
     holder: a list of a module, a dictionary in a closure, the graph of a loss that was kept. Each kind and each holder
     is named once in a fit, also if it grows on purpose and is emptied later, such as the predictions that a metric
     collects until the end of an epoch.

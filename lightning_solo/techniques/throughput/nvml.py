@@ -11,11 +11,11 @@ POWER = 0x04 | 0x80
 HEAT = 0x20 | 0x40
 """nvmlClocksEventReasonSwThermalSlowdown and nvmlClocksThrottleReasonHwThermalSlowdown: too hot."""
 OTHER = 0x08 | 0x200 | 0x400
-"""nvmlClocksThrottleReasonHwSlowdown, BoardLimit and Reliability: slower, for one of both reasons or another."""
+"""nvmlClocksThrottleReasonHwSlowdown, BoardLimit and Reliability: slower, for one of these reasons or for another."""
 
 
 class GpuState:
-    """Reads a CUDA device; after a failure, such as on a device that can't tell, it isn't asked again.
+    """Reads a CUDA device's utilisation and throttling; after a failure it stops, since the device may support neither.
 
     Args:
         device: of the training.
