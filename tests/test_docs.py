@@ -186,6 +186,7 @@ PROGRAMS = {
     "pip": check_pip,
     "git": len,
     "cd": len,
+    "mv": len,
 }
 
 
