@@ -84,6 +84,17 @@ class Alternating(nn.Module):
         self.layers = nn.ModuleList((VitBlock if i % 2 else Experts)(8) for i in range(6))
 
 
+class Wide(nn.Module):
+    """Blocks of 1,136 parameters in all, beside a layer of 2,304."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.up = nn.ModuleList(Block(8) for _ in range(2)), nn.Linear(8, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 def shared() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), *[Block(8)] * 4)
 
@@ -122,6 +133,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int], str]] = {
     "stack": (Stack, {"Block": 3}, "blocks.0"),
     "sequential": (lambda: nn.Sequential(*[Block(8) for _ in range(3)], nn.Linear(8, 1)), {"Block": 3}, "0"),
     "alternating": (Alternating, {"Experts": 3, "VitBlock": 3}, "layers.0"),
+    "wide": (lambda: nn.ModuleList(Wide() for _ in range(3)), {"Wide": 3}, "0"),
     "shared": (shared, {"Block": 1}, "1"),
     "levels": (levels, {"Block": 6}, "0.0"),
     "one": (lambda: nn.ModuleList([Block(8)]), {"Block": 1}, "0"),

@@ -128,6 +128,13 @@ def test_16_bit_weights_within_their_rounding(dtype: torch.dtype) -> None:
         assert distance(one, other) <= 2 * torch.finfo(dtype).eps / 2  # probabilities and products are rounded, too
 
 
+def test_16_bit_gradients_of_many_chunks_are_rounded_once() -> None:
+    *tensors, labels = case(torch.bfloat16)
+    tensors[0], labels = tensors[0].repeat(10, 1), labels.repeat(10)
+    *_, of_weight, _ = with_gradients(chunked_cross_entropy, *tensors, labels=labels, chunk_tokens=2)[1]
+    assert distance(of_weight, exact_gradients(*tensors, labels=labels)[1]) <= torch.finfo(torch.bfloat16).eps
+
+
 def test_under_autocast_as_the_plain_loss() -> None:
     *tensors, labels = case()
     with torch.autocast("cpu", torch.bfloat16):

@@ -53,13 +53,14 @@ def inputs(device: torch.device, rows: int = ROWS) -> Tensor:
 
 
 def gradients(net: nn.Module, x: Tensor, context: AbstractContextManager[Any] | None = None) -> list[Tensor]:
-    """Return the gradients of a sum of the output, with the same random numbers each time."""
+    """Return the gradients of parameters and input of a sum of the output, with the same random numbers each time."""
     net.zero_grad()
+    x = x.detach().requires_grad_()
     torch.manual_seed(3)
     with context or nullcontext():
         loss = net(x).square().sum()
     loss.backward()
-    return [p.grad.cpu() for p in net.parameters() if p.grad is not None]
+    return [p.grad.cpu() for p in (*net.parameters(), x) if p.grad is not None]
 
 
 def offloader_for(
@@ -68,6 +69,18 @@ def offloader_for(
     offloader = Offloader(next(net.parameters()).device, min_bytes, in_flight, keep_on_device)
     offloader.leave(net)
     return offloader
+
+
+class Fused(nn.Module):
+    """Attention whose projections of query, key and value are views of one storage, at three offsets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        return x + self.out((query @ key.T / WIDTH**0.5).softmax(-1) @ value)
 
 
 # Acted
@@ -104,6 +117,15 @@ def test_a_storage_is_moved_once_and_weights_and_small_ones_stay(device: torch.d
     assert offloader.moved_bytes == offloader.host_bytes == INPUT_BYTES  # y alone
 
 
+def test_views_of_a_fused_projection_come_back_from_their_places(device: torch.device) -> None:
+    torch.manual_seed(1)
+    net, x = Fused().to(device), inputs(device)
+    plain = gradients(net, x)
+    offloader = offloader_for(net)
+    assert equal(plain, gradients(net, x, offloader.saving()))
+    assert offloader.moved_bytes >= 3 * INPUT_BYTES
+
+
 @pytest.mark.parametrize("in_flight", [1, 4])
 def test_all_that_is_saved_is_moved_and_the_buffers_are_used_again(device: torch.device, in_flight: int) -> None:
     net, x = stack(device), inputs(device)
@@ -132,7 +154,7 @@ def test_of_recomputed_blocks_the_inputs_alone_are_moved(device: torch.device) -
 def test_under_a_limit_the_first_inputs_are_moved_and_the_last_stay(
     device: torch.device, keep_on_device: int | float
 ) -> None:
-    net, x = stack(device, checkpointed=True), inputs(device)
+    net, x = stack(device, checkpointed=True), inputs(device).requires_grad_()
     plain = gradients(net, x)
     offloader = offloader_for(net, keep_on_device=keep_on_device)
     share = keep_on_device if isinstance(keep_on_device, float) else keep_on_device / (BLOCKS * INPUT_BYTES)
@@ -140,12 +162,13 @@ def test_under_a_limit_the_first_inputs_are_moved_and_the_last_stay(
     for number in (1, 2, 3):
         torch.manual_seed(3)
         net.zero_grad()
+        x.grad = None
         with inputs_kept_in(offloader.saving):
             loss = net(x).square().sum()
         here = [moved.whole is not None for _, moved in sorted(offloader._moved.items())]
         assert here == [False] * (BLOCKS - staying) + [True] * staying
         loss.backward()
-        assert equal(plain, [p.grad.cpu() for p in net.parameters()])
+        assert equal(plain, [each.grad.cpu() for each in (*net.parameters(), x)])
         assert offloader.saved_bytes == BLOCKS * INPUT_BYTES
         moved = BLOCKS - staying if number == 1 or keep_on_device != 0 else BLOCKS  # 0: the last is expected to leave
         assert offloader.host_bytes == moved * INPUT_BYTES

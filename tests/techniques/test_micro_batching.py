@@ -197,6 +197,34 @@ def test_after_ten_failures_the_weights_are_those_of_an_undisturbed_run(
     assert torch.equal(calm.seen, disturbed.seen)
 
 
+def test_blocks_are_drawn_again_after_running_out_of_memory(make_trainer: Make) -> None:
+    runs = []
+    for net, technique in ((limited(), MicroBatching(4)), (limited(4, "backward"), MicroBatching())):
+        module, _ = trained(make_trainer, net, technique, drop := LayerDrop())
+        runs.append((module, technique.retries, drop.state_dict()["draws"]))
+    (calm, none, draws), (disturbed, one, again) = runs
+    assert (none, one) == (0, 1)
+    assert draws == again == 4 * 2
+    assert difference(calm, disturbed) == 0
+
+
+def test_a_part_without_loss_counts_as_zero(make_trainer: Make) -> None:
+    """Of parts of 3, 3 and 2 samples the second has no loss: those of the others are weighted 3/8 and 2/8."""
+    module, losses, outputs = regression(L, plain()), [], []
+    own = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        losses.append(own(batch, batch_idx))
+        return None if len(losses) == 2 else losses[-1]
+
+    module.training_step = training_step
+    module.on_train_batch_end = lambda returned, *_: outputs.append(returned["loss"])
+    trainer = make_trainer(L, callbacks=[MicroBatching(3, check=False)])
+    trainer.fit(module, loader(1, 8))
+    assert len(losses) == 3
+    torch.testing.assert_close(outputs[0], (losses[0] * 3 / 8 + losses[2] * 2 / 8).detach())
+
+
 def test_gradients_released_in_backward_step_nothing_before_it_has_ended(make_trainer: Make) -> None:
     def fit(net: Limited, size: Any) -> Any:
         module = regression(L, net)
