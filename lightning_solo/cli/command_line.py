@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
@@ -24,31 +22,27 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_solo.cards.arguments import check_arguments
 from lightning_solo.cards.configuration import Chosen, Configuration
+from lightning_solo.cli.application import GROUPS, SOLO_GROUPS, compose_application, refusal, search_path_override
 from lightning_solo.cli.hydra_section import check_hydra
-from lightning_solo.errors import ConflictError, PresetError, SoloError, nearest
+from lightning_solo.errors import ConflictError, PresetError, nearest
 from lightning_solo.presets import old_spellings
 from lightning_solo.presets.compose import (
     VERSION_BASE,
     check_combination,
     chosen_in,
-    compose,
-    explained,
     hydra_of_our_own,
     to_plain,
 )
-from lightning_solo.presets.config_source import FIELDS
 from lightning_solo.presets.files import check_choice, check_file, conf_folder, preset_files, user_conf_folder
-from lightning_solo.presets.overrides import marks_of, parse_override, refuse_twice
-from lightning_solo.presets.parse import PRECISIONS, TRAINER, check_object, parse_configuration, unknown_field
-from lightning_solo.presets.registry import NAMES, target_of
+from lightning_solo.presets.overrides import parse_override, refuse_twice
+from lightning_solo.presets.parse import PRECISIONS, TRAINER, check_object, parse_configuration
+from lightning_solo.presets.registry import target_of
 from lightning_solo.presets.signature import parameters
 from lightning_solo.sweeps.jobs import check_most, count_jobs
 
 DEFAULT_OPTIMIZER = "adamw"
 RESUME = ("never", "auto", "override")
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-GROUPS = ("solo", "model", "data", "optimizer", "experiment")
-SOLO_GROUPS = ("solo/callback", "solo/strategy")
 FLAGS_WITH_VALUE = (
     "-cd",
     "--config-dir",
@@ -84,13 +78,6 @@ def chosen_batch(data: Mapping[str, Any]) -> int | None:
     default = parameters(target_of("data", "stdlib_text", "data.name"))["batch_size"].default
     batch = data.get("batch_size", default)
     return None if batch == default else batch
-
-
-def search_path_override(overrides: Sequence[str]) -> list[str]:
-    """Return the override that adds `./conf` to the search path; none if the user set that path."""
-    own = user_conf_folder()
-    given = any(text.lstrip("+").startswith("hydra.searchpath=") for text in overrides)
-    return [f"hydra.searchpath=[file://{own}]"] if own is not None and not given else []
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
@@ -342,93 +329,6 @@ def check_root(folder: Path) -> None:
         raise PresetError(
             f"root={folder.parent}: nothing can be written to {there} ({error.strerror}); write root=<folder>"
         ) from error
-
-
-def compose_application(overrides: Sequence[str]) -> DictConfig:
-    """Return the application's composed configuration with its section `hydra`.
-
-    Raises:
-        PresetError: a file isn't YAML; names it.
-    """
-    with hydra_of_our_own(), initialize_config_dir(str(conf_folder() / "app"), **VERSION_BASE):
-        everything = [*search_path_override(overrides), *overrides]
-        try:
-            return hydra_compose(config_name="train", overrides=everything, return_hydra_config=True)
-        except yaml.YAMLError as error:
-            raise PresetError(f"a configuration file can't be read: {error}") from error
-
-
-def refusal(error: Exception, overrides: Sequence[str]) -> SoloError:
-    """Return the error for a composition that Hydra refused: with a remedy if an override is the reason."""
-    try:
-        _refuse(overrides)
-    except SoloError as ours:
-        return ours
-    return PresetError(explained(error))
-
-
-def _refuse(overrides: Sequence[str]) -> None:
-    """Refuse the first override that doesn't apply to the application without overrides."""
-    parsed = [parse_override(text) for text in overrides]
-    groups = [
-        o
-        for o in parsed
-        if o.key_or_group in GROUPS
-        or o.key_or_group.startswith("hydra/")
-        or (o.key_or_group in SOLO_GROUPS and o.is_add())
-    ]
-    try:
-        base = compose_application([str(o.input_line) for o in groups])
-    except (HydraException, OmegaConfBaseException):
-        return
-    allow: Any = next((o.value() for o in parsed if o.key_or_group == "allow"), [])
-    for override in parsed:
-        if override in groups:
-            continue
-        text, marks = str(override.input_line), marks_of(override)
-        field, _, rest = override.key_or_group.partition(".")
-        if field == "solo" and rest:
-            compose(to_plain(base.solo), [f"{marks}{text[len(marks) :].removeprefix('solo.')}"], allow=allow)
-        elif field in FIELDS:
-            old = old_spellings.refusal_of_strategy({rest: override.value()}) if field == "strategy" else None
-            raise PresetError(old or f"{text!r}: a preset's field; write {marks}solo.{text[len(marks) :]}")
-        elif not override.is_add():
-            _refuse_unknown(base, override)
-
-
-def _refuse_unknown(base: DictConfig, override: Override) -> None:
-    node: Any = OmegaConf.to_container(base, resolve=False)
-    path = override.key_or_group.split(".")
-    for depth, key in enumerate(path):
-        if key in ("devices", "num_nodes"):
-            raise PresetError(unknown_field(key, override.value()))
-        if not isinstance(node, Mapping) or key not in node:
-            where = ".".join(path[:depth])
-            accepted = _accepted(where, node)
-            there = list(accepted if accepted is not None else map(str, node if isinstance(node, Mapping) else ()))
-            if where == "trainer" and key in FIELDS:
-                old = old_spellings.refusal_of_argument(override.value())
-                raise PresetError(
-                    old or f"{override.input_line}: the preset sets that; write solo.{key}={override.value()}"
-                )
-            if key in there:
-                raise PresetError(f"{override.input_line}: not set yet; write +{override.input_line}")
-            foreign = where in ("model", "data") and accepted is None
-            hint = f"; a new argument is added by +{override.input_line}" if foreign else ""
-            raise PresetError(
-                f"{override.input_line}: no {key!r} in {where or 'the application'}{nearest(key, there)}"
-                f"there are {', '.join(there) or 'none'}{hint}"
-            )
-        node = node[key]
-
-
-def _accepted(where: str, node: Any) -> list[str] | None:
-    """Return the arguments of the Trainer, or of a named model, data or optimizer; None if they aren't known."""
-    if where == "trainer":
-        return list(parameters(TRAINER))
-    if where in NAMES and isinstance(node, Mapping) and node.get("name") in NAMES[where]:
-        return list(parameters(target_of(where, node["name"], where)))
-    return None
 
 
 def _refuse_set_twice(solo: Configuration, trainer: Mapping[str, Any]) -> None:

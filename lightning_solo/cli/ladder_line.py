@@ -14,13 +14,13 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_solo.cli.application import compose_application
 from lightning_solo.cli.command_line import (
     CheckedConfig,
     check_command_line,
     check_config,
     check_root,
     chosen_batch,
-    compose_application,
 )
 from lightning_solo.cli.options import Parser, positive
 from lightning_solo.errors import PresetError

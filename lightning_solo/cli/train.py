@@ -29,13 +29,13 @@ from lightning_solo.build import make, trainer_arguments
 from lightning_solo.cards.catalogue import built_in_cards, load_class
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cli import INTERRUPTED, TERMINATED, refuse
+from lightning_solo.cli.application import search_path_override
 from lightning_solo.cli.command_line import (
     CheckedConfig,
     check_command_line,
     check_config,
     chosen_batch,
     composed_once,
-    search_path_override,
     split,
 )
 from lightning_solo.cli.run_folder import RunFolder

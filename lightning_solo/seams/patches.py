@@ -29,13 +29,8 @@ def methods_through(strategy: Any, around: Mapping[str, Callable[..., Any]]) -> 
     Copies and pickles of the strategy and its precision don't contain the replacements.
     """
     stock_state = strategy.__getstate__
-    left_out = {
-        *around,
-        "__getstate__",
-        "solo_run",
-        "batch_to_device",
-        "load_checkpoint",
-    }  # the last two: by others here
+    # `batches_through` and `checkpoint_reads` replace the last two
+    left_out = {*around, "__getstate__", "solo_run", "batch_to_device", "load_checkpoint"}
 
     def state() -> dict[str, Any]:
         plain = {name: value for name, value in stock_state().items() if name not in left_out}

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from lightning_solo.cli import _show_warning, command_line, doctor, main
+from lightning_solo.cli.application import compose_application
 from lightning_solo.cli.command_line import (
     check_command_line,
     check_config,
     check_run_name,
-    compose_application,
 )
 from lightning_solo.errors import ConflictError, PresetError
 from tests.cli.commands import call

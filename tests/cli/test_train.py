@@ -16,7 +16,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.cli import train as train_command
-from lightning_solo.cli.command_line import CheckedConfig, compose_application
+from lightning_solo.cli.application import compose_application
+from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.cli.train import build_parts, csv_logger, first_batch
 from lightning_solo.errors import PresetError

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 pytest.importorskip("optuna")
 import optuna
 
-from lightning_solo.cli.command_line import check_command_line, compose_application
+from lightning_solo.cli.application import compose_application
+from lightning_solo.cli.command_line import check_command_line
 from lightning_solo.sweeps.results import read
 from lightning_solo.sweeps.search_settings import settings
 from lightning_solo.sweeps.search_space import search_space

@@ -102,7 +102,7 @@ class Embedding:
                 whole = function(*args, **kwargs)
                 rollback.restore()
                 parts = self.split(args, kwargs, -(-samples // 2))
-                outputs = [function(*part[:2][0], **part[1]) for part in parts]
+                outputs = [function(*some, **named) for some, named, _ in parts]
                 joined = self._joined(outputs, [number for *_, number in parts])
                 if _alike(whole, joined):
                     return
