@@ -208,6 +208,7 @@ def test_blocks_are_drawn_again_after_running_out_of_memory(make_trainer: Make) 
     assert difference(calm, disturbed) == 0
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 def test_a_part_without_loss_counts_as_zero(make_trainer: Make) -> None:
     """Of parts of 3, 3 and 2 samples the second has no loss: those of the others are weighted 3/8 and 2/8."""
     module, losses, outputs = regression(L, plain()), [], []
