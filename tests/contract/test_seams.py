@@ -7,6 +7,7 @@ against those of a run in which it is alone. Where it can't act, the run is refu
 from __future__ import annotations
 
 import importlib
+import re
 from collections import Counter
 from itertools import combinations
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.catalogue import built_in_cards, load_class
 from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError
 from lightning_solo.presets.compose import compose
@@ -33,11 +35,28 @@ pytestmark = [
 ]
 
 
+OTHER = {"phase", "ctx", "overrides", "setup", "teardown"}
+SEAMS = [name for name in vars(Technique) if not name.startswith("_") and name not in OTHER]
+
+
 def test_probe_acts_at_every_seam() -> None:
-    other = {"phase", "ctx", "overrides", "setup", "teardown"}
-    assert all(
-        SteppingProbe.overrides(name) for name in vars(Technique) if not name.startswith("_") and name not in other
-    )
+    assert all(SteppingProbe.overrides(name) for name in SEAMS)
+
+
+def test_page_names_each_seam_with_one_user() -> None:
+    users = {
+        seam: [
+            name
+            for name, card in built_in_cards().items()
+            if issubclass(cls := load_class(card), Technique) and cls.overrides(seam)
+        ]
+        for seam in SEAMS
+    }
+    assert all(users.values())
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| \w", page, re.MULTILINE)
+    assert dict(rows) == {seam: names[0] for seam, names in users.items() if len(names) == 1}
+    assert f"its {len(SEAMS)} seams" in page
 
 
 def train(home: ModuleType, folder: Path, phase: Phase, *cards: Card) -> Counter[str]:
