@@ -20,6 +20,8 @@ from lightning_solo.build import built
 from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.nn.split_parity import mismatch
+from lightning_solo.planner.device import device as device_of
+from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.compact_states.technique import CompactStates
@@ -27,6 +29,7 @@ from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.layer_drop.technique import LayerDrop
 from lightning_solo.techniques.micro_batching import gradient_caching
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
+from lightning_solo.units import GiB
 from tests.messages import mentions
 from tests.modules import Stack
 from tests.training import equal
@@ -213,6 +216,21 @@ def test_activations_are_those_of_one_part(make_trainer: Make, accelerator: str)
             fitted(make_trainer, module, *technique, batch=128, limit_train_batches=1)
         peaks[size] = ledger.peak_bytes
     assert peaks[8] < peaks[32] < 0.5 * peaks[None]
+
+
+def test_a_plan_has_the_whole_batch_and_the_activations_of_a_part() -> None:
+    def make() -> Towers:
+        module = Towers()
+        module.image = Stack(24, WIDTH, 0.0, WIDTH)
+        return module
+
+    planner = Planner(make, {"x": torch.randn(128, WIDTH)}, {}, device_of("cpu"), GiB)
+    plans = []
+    for overrides in ([], ["+callback=micro_batching", "callback.micro_batching={micro_batch: 8, embed: embed}"]):
+        plans.append(planner.plan("tried", compose("baseline", overrides)))
+    whole, split = plans
+    assert (split.micro_batch, split.accumulation) == (128, 1)
+    assert split.peak_bytes < 0.5 * whole.peak_bytes
 
 
 # --- trace, and what is refused ---

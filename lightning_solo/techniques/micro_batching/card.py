@@ -69,6 +69,10 @@ class Settings(TechniqueSettings):
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan a micro-batch that fits, and gradients that are kept through several micro-batches."""
+    if settings.embed is not None:  # the batch isn't split, only its embedding is
+        auto = "micro_batching: micro_batch=auto is planned with the whole batch; write a number to plan that one"
+        assumptions = (*tracing.assumptions, auto) if settings.micro_batch == "auto" else tracing.assumptions
+        return replace(tracing, attached=replace(settings, check=False), scales=False, assumptions=assumptions)
     limit = None if settings.micro_batch == "auto" else int(settings.micro_batch)
     assumption = "micro_batching: the batches of a step, which wait on the device, are not counted"
     return replace(
