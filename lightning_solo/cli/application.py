@@ -29,9 +29,9 @@ SOLO_GROUPS = ("solo/callback", "solo/strategy")
 
 def search_path_override(overrides: Sequence[str]) -> list[str]:
     """Return the override that adds `./conf` to the search path; none if the user set that path."""
-    own = user_conf_folder()
-    given = any(text.lstrip("+").startswith("hydra.searchpath=") for text in overrides)
-    return [f"hydra.searchpath=[file://{own}]"] if own is not None and not given else []
+    folder = user_conf_folder()
+    is_set = any(text.lstrip("+").startswith("hydra.searchpath=") for text in overrides)
+    return [f"hydra.searchpath=[file://{folder}]"] if folder is not None and not is_set else []
 
 
 def compose_application(overrides: Sequence[str]) -> DictConfig:
@@ -95,19 +95,19 @@ def _refuse_unknown(base: DictConfig, override: Override) -> None:
         if not isinstance(node, Mapping) or key not in node:
             where = ".".join(path[:depth])
             accepted = _accepted(where, node)
-            there = list(accepted if accepted is not None else map(str, node if isinstance(node, Mapping) else ()))
+            names = list(accepted if accepted is not None else map(str, node if isinstance(node, Mapping) else ()))
             if where == "trainer" and key in FIELDS:
                 old = old_spellings.refusal_of_argument(override.value())
                 raise PresetError(
                     old or f"{override.input_line}: the preset sets that; write solo.{key}={override.value()}"
                 )
-            if key in there:
+            if key in names:
                 raise PresetError(f"{override.input_line}: not set yet; write +{override.input_line}")
             foreign = where in ("model", "data") and accepted is None
             hint = f"; a new argument is added by +{override.input_line}" if foreign else ""
             raise PresetError(
-                f"{override.input_line}: no {key!r} in {where or 'the application'}{nearest(key, there)}"
-                f"there are {', '.join(there) or 'none'}{hint}"
+                f"{override.input_line}: no {key!r} in {where or 'the application'}{nearest(key, names)}"
+                f"there are {', '.join(names) or 'none'}{hint}"
             )
         node = node[key]
 

@@ -33,7 +33,7 @@ class LengthBatches(EpochBatches):
     """Batches of items of similar length, in a new order in each epoch.
 
     The items are sorted by length and cut into batches. Consecutive batches whose lengths differ by at most 3 % form a
-    bucket, and in every epoch the items of a bucket are mixed anew. Then the batches are shuffled. The batch with the
+    bucket, and in every epoch the items of a bucket are mixed again. Then the batches are shuffled. The batch with the
     longest item comes first, so that a batch too large for the device fails at once. The order depends only on seed
     and epoch. All epochs have equally many batches, and every item comes once per epoch.
 

@@ -36,15 +36,15 @@ def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
         ConflictError: no tensor has a batch dimension, lengths differ, an object hides its tensors, or ``batch_dim``
             names a missing path; names them, and the remedy.
     """
-    found = dict(leaves(batch))
+    by_path = dict(leaves(batch))
     for path in batch_dim if isinstance(batch_dim, Mapping) else ():
-        if str(path) not in found:
+        if str(path) not in by_path:
             raise ConflictError(
                 f"callback.micro_batching.batch_dim: nothing in the batch has the path {str(path)!r}"
-                f"{nearest(str(path), found)}there are {', '.join(found)}"
+                f"{nearest(str(path), by_path)}there are {', '.join(by_path)}"
             )
     lengths: dict[int | None, dict[str, tuple[int, ...]]] = {}
-    for path, leaf in found.items():
+    for path, leaf in by_path.items():
         dim, shape = _dim_of(path, batch_dim), _shape(leaf)
         if dim is None or shape == ():
             continue
@@ -65,7 +65,7 @@ def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
         for length, shapes in lengths.items():
             listed = ", ".join(f"{path or 'the batch'} {shape}" for path, shape in shapes.items())
             named.append(f"{'no such dimension' if length is None else length}: {listed}")
-        dims = {path: _dim_of(path, batch_dim) for path in found}
+        dims = {path: _dim_of(path, batch_dim) for path in by_path}
         raise ConflictError(
             f"micro-batches: callback.micro_batching.batch_dim={_written(batch_dim)} has several lengths,"
             f" {'; '.join(named)}; write {' or '.join(_remedies(lengths, dims))}"

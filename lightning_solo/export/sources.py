@@ -55,8 +55,8 @@ def checkpoint_of(source: Path) -> Path:
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder; write the path of a checkpoint or of a run's folder")
     below = sorted(map(str, source.rglob("*.ckpt")))[:5]
-    there = f"it has {', '.join(below)}" if below else "it has no *.ckpt"
-    raise CheckpointError(f"{source} is not the folder of a run, which has {LAST}: write the path of a file; {there}")
+    hint = f"it has {', '.join(below)}" if below else "it has no *.ckpt"
+    raise CheckpointError(f"{source} is not the folder of a run, which has {LAST}: write the path of a file; {hint}")
 
 
 def read(path: Path, *, inert: bool = False) -> dict[str, Any]:

@@ -162,13 +162,13 @@ def _plain(source: Source, dtype: str) -> dict[str, Any]:
     if dtype == "fp32":
         _require_full(source)
     masters = {place(source.weights[name]): make for name, make in source.masters.items() if name in source.weights}
-    made: dict[Any, Any] = {}
+    converted: dict[Any, Any] = {}
     plain = {}
     for name, value in source.weights.items():
         key = place(value) if isinstance(value, Tensor) else name
-        if key not in made:
-            made[key] = _converted(value, masters.get(key), TYPES[dtype])
-        plain[name] = made[key]
+        if key not in converted:
+            converted[key] = _converted(value, masters.get(key), TYPES[dtype])
+        plain[name] = converted[key]
     return plain
 
 

@@ -100,7 +100,7 @@ def _marked(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_compact(state: Mapping[str, Any]) -> bool:
-    """Return whether a state is one of a compact optimizer, as far as it shows without its parameter."""
+    """Return whether a state is recognisable as one of a compact optimizer, without its parameter."""
     return "correction" in state or "exp_avg_scale" in state or isinstance(state.get("step"), bytes)
 
 

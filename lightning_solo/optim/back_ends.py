@@ -44,7 +44,7 @@ from lightning_solo.units import format_bytes
 def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end: str) -> Optimizer:
     """Return a library's optimizer that shares the groups of a user's AdamW or Adam; schedulers then act on it.
 
-    It has the attribute ``back_end``, by which `StepInBackward` knows it.
+    Its attribute ``back_end`` tells `StepInBackward` that it steps each parameter by itself.
 
     Args:
         optimizer: torch's AdamW or Adam, before its first step.

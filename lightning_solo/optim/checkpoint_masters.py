@@ -66,11 +66,11 @@ def with_masters(weights: Mapping[str, Any], masters: Mapping[str, Callable[[], 
     Tied weights stay tied: each of their names gets the same tensor.
     """
     functions = {place(weights[name]): make for name, make in masters.items() if name in weights}
-    made: dict[Any, Tensor] = {}
+    computed: dict[Any, Tensor] = {}
     result = dict(weights)
     for name, value in weights.items():
         if isinstance(value, Tensor) and (key := place(value)) in functions:
-            if key not in made:
-                made[key] = functions[key]().cpu()  # all at once might not fit on the device
-            result[name] = made[key]
+            if key not in computed:
+                computed[key] = functions[key]().cpu()  # all at once might not fit on the device
+            result[name] = computed[key]
     return result

@@ -319,7 +319,7 @@ class CompactAdamW(SplitOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this optimizer, bit for bit, or of torch's AdamW and Adam, which are compressed.
 
-        A parameter without a state in the file starts anew. A file with fp32 weights has no corrections; the
+        A parameter without a state in the file starts with a new one. A file with fp32 weights has no corrections; the
         optimizer then keeps its own.
 
         Raises:

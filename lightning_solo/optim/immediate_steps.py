@@ -101,13 +101,13 @@ class ImmediateSteps:
     def _step(self, pairs: Pairs, bound: float) -> None:
         compact = self._compact
         if compact is None or not compact.kernels.folds:  # else a step records by itself what wasn't finite
-            self._look_at(pairs)
+            self._check(pairs)
         if compact is not None:
             compact.step_many(pairs, compact.control(bound=bound))
         else:
             self.step_pairs([(p, clamped(gradient, bound)) for p, gradient in pairs], None)
 
-    def _look_at(self, pairs: Pairs) -> None:
+    def _check(self, pairs: Pairs) -> None:
         """Refuse gradients that aren't finite on a CPU; record the largest magnitude of others, without waiting."""
         full = [(p, gradient) for p, gradient in pairs if gradient.numel()]
         on_device = [pair for pair in full if pair[1].is_cuda]

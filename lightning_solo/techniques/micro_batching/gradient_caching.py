@@ -33,7 +33,7 @@ class Embedding:
     """A module or method that embeds samples, and how its calls are split.
 
     Attributes:
-        option: by which it was chosen, for messages.
+        option: the override that chose it, for messages.
         split: function of (args, kwargs, size) that returns the parts of a call, each of at most ``size`` samples.
         size: the largest number of samples in a part; None: calls aren't split.
         check: whether the next split call is compared with the undivided one.

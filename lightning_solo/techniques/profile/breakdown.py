@@ -39,8 +39,8 @@ class Breakdown:
     @classmethod
     def of(cls, events: Sequence[Any]) -> Breakdown:
         """Return the breakdown of ``torch.profiler.profile.events()``."""
-        made, on_host = cls(), [event for event in events if event.device_type == DeviceType.CPU]
-        made.idle = idle_share(
+        breakdown, on_host = cls(), [event for event in events if event.device_type == DeviceType.CPU]
+        breakdown.idle = idle_share(
             (event.time_range.start, event.time_range.end)
             for event in events
             if event.device_type != DeviceType.CPU and not event.is_user_annotation
@@ -55,12 +55,12 @@ class Breakdown:
         for event in on_host:
             where = _where(event, forward)
             for seconds, micros in (
-                (made.host, event.self_cpu_time_total),
-                (made.device, event.self_device_time_total),
+                (breakdown.host, event.self_cpu_time_total),
+                (breakdown.device, event.self_device_time_total),
             ):
                 if micros > 0:
                     seconds[where] = seconds.get(where, 0.0) + micros / 1e6
-        return made
+        return breakdown
 
     def tables(self) -> list[Table]:
         """Return the tables of modules and of techniques, whose shares sum up to 1 with the rows that are left out."""
