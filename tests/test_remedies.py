@@ -382,7 +382,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "techniques/gradient_norm/card.py": 1,
         "techniques/gradient_norm/technique.py": 1,
         "techniques/low_precision_matmul/technique.py": 1,
-        "techniques/micro_batching/card.py": 2,
+        "techniques/micro_batching/card.py": 3,
         "techniques/micro_batching/global_batch.py": 1,
         "techniques/micro_batching/technique.py": 1,
         "techniques/throughput/card.py": 1,
