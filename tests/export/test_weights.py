@@ -278,6 +278,8 @@ def test_options_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         solo.export_weights(nn.Linear(1, 1), "fp16")
     with pytest.raises(PresetError, match=mentions("output=", ".safetensors")):
         solo.export_weights(nn.Linear(1, 1), output=tmp_path / "weights.onnx")
+    with pytest.raises(PresetError, match=mentions("--format weight", "did you mean 'weights'")):
+        parse(["x.ckpt", "--format", "weight"])
     with pytest.raises(PresetError, match=mentions("--dtype fp16", "--dtype fp32 or --dtype bf16")):
         parse(["x.ckpt", "--dtype", "fp16"])
     monkeypatch.setattr(weights_module, "is_installed", lambda package: package != "safetensors")
