@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_solo.errors import CheckpointError
 from lightning_solo.export.sources import ENGINE_STATES, read
+from lightning_solo.zero.deepspeed_internals import SAVED_MASTERS
 
 
 def engine_weights(folder: Path) -> dict[str, Any]:
@@ -49,7 +50,7 @@ def engine_weights(folder: Path) -> dict[str, Any]:
 def _masters(model: Mapping[str, Any], zero: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, fp32 master weight), each a view of a flat tensor where possible."""
     shapes: Sequence[Mapping[str, torch.Size]] = model["param_shapes"]
-    groups = zero.get("single_partition_of_fp32_groups")
+    groups = zero.get(SAVED_MASTERS)
     if groups is None:  # stage 3: its parts end anywhere
         parts = zero["fp32_flat_groups"]
         yield from _split(parts[0] if len(parts) == 1 else torch.cat(parts), chain(*(each.items() for each in shapes)))

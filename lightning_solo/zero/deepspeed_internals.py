@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+SAVED_MASTERS = "single_partition_of_fp32_groups"
+"""Key of the flat fp32 master weights in a file that the engine saved in stage 1 or 2."""
 # Plain values that DeepSpeed leaves on parameters and modules, and the method that Lightning replaces
 LEFT_BEHIND = frozenset(
     {

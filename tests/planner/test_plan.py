@@ -99,7 +99,8 @@ def test_a_caveat_counts_only_where_no_preset_is_named(
     plans = plan_with(preset="bf16"), fast
     assert order(*plans) == ["bf16", preset_with_caveat]
     assert order(*plans, caveats_last=False) == [preset_with_caveat, "bf16"]
-    monkeypatch.setattr(preset_plans, "preset_files", lambda: ["bf16", preset_with_caveat])
+    configs = {name: compose(name) for name in ("bf16", preset_with_caveat)}
+    monkeypatch.setattr(preset_plans, "compose_all", lambda overrides, allow: configs)
     monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: ((plan.preset, plan) for plan in plans))
     found = {
         presets: [one.preset for one in plan(byte_gpt, BATCH, presets=presets, device="rtx-4090")]  # type: ignore[union-attr]

@@ -125,8 +125,8 @@ def _where(event: Any, forward: dict[tuple[int, int], str]) -> Where:
 def idle_share(busy: Iterable[tuple[float, float]]) -> float | None:
     """Return the share of the time, from the first begin to the last end, that no interval covers; None without any.
 
-    >>> idle_share([(0, 4), (2, 5), (8, 10)])
-    0.3
+    >>> idle_share([(0, 4), (2, 4), (7, 8)])
+    0.375
     """
     ordered = sorted(busy)
     if not ordered:
