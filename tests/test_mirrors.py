@@ -65,6 +65,7 @@ ELSEWHERE = {
     "techniques/test_attention.py": "nn/attention_kernels",
     "techniques/test_curriculum.py": "data/curriculum_batches",
     "techniques/test_fused_kernels.py": "nn/fused_kernels",
+    "techniques/test_item_cache.py": "data/item_cache",
     "techniques/test_layer_drop.py": "nn/layer_drop",
     "techniques/test_length_bucketing.py": "cards/lengths data/item_lengths data/length_batches data/loaders",
     "techniques/test_low_precision_matmul.py": "nn/low_precision",

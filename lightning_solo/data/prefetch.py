@@ -268,11 +268,11 @@ class _Iteration(Iterator[Any]):
     def _load(self) -> Any:
         """Load a batch in the caller, and start the thread if batches draw no random numbers."""
         owner = self._owner
-        seen = _random_states() if owner._draws is None and self._count == 1 else None
+        seen = random_states() if owner._draws is None and self._count == 1 else None
         batch = next(self._iterator)
         self._count += 1
         if seen is not None:
-            owner._draws = seen != _random_states()
+            owner._draws = seen != random_states()
             if owner._draws:
                 owner.on_draws()
         if owner._draws is False and not self._at_limit and not owner.closed:
@@ -290,7 +290,7 @@ class _Iteration(Iterator[Any]):
             self.ahead = None
 
 
-def _random_states() -> list[Any]:
+def random_states() -> list[Any]:
     """Return the states of the global generators from which a data set may draw."""
     states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
     if (numpy := sys.modules.get("numpy")) is not None:

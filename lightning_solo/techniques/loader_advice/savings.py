@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
+from lightning_solo.data.item_cache import CachedItems
 from lightning_solo.data.prefetch import Prefetcher
 from lightning_solo.techniques.loader_advice.times import Times
 from lightning_solo.units import format_seconds
@@ -21,19 +24,26 @@ class Loading:
         ahead: whether batches are loaded during earlier steps.
         starts_workers: whether workers start with each epoch.
         prefetched: whether the batches of all loaders are prefetched.
+        indexed: whether all loaders have map-style data sets, whose items `item_cache` can cache.
+        cached: whether the items of all loaders are cached.
     """
 
     workers: int | None = None
     ahead: bool = False
     starts_workers: bool = False
     prefetched: bool = False
+    indexed: bool = False
+    cached: bool = False
 
     @classmethod
     def of(cls, loader: Any) -> Loading:
         """Return how one loader loads."""
         workers, prefetched = getattr(loader, "num_workers", None), isinstance(loader, Prefetcher)
         starts = bool(workers) and not getattr(loader, "persistent_workers", False)
-        return cls(workers, prefetched or bool(workers), starts, prefetched)
+        dataset = getattr(loader, "dataset", None)
+        indexed = workers is not None and hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+        cached = isinstance(dataset, CachedItems)
+        return cls(workers, prefetched or bool(workers), starts, prefetched, indexed, cached)
 
     def with_other(self, other: Loading) -> Loading:
         """Return how this loader and another one load together."""
@@ -43,6 +53,8 @@ class Loading:
             self.ahead or other.ahead,
             self.starts_workers or other.starts_workers,
             self.prefetched and other.prefetched,
+            self.indexed and other.indexed,
+            self.cached and other.cached,
         )
 
 
@@ -67,8 +79,8 @@ def savings(times: Times, loading: Loading, *, cores: int, cuda: bool) -> list[S
     """Return the most that each option would save alone, the largest saving first.
 
     >>> times = Times(batches=100, total_s=6.0, wait_s=4.0, copy_s=0.0, load_s=4.0, collate_s=1.0)
-    >>> [(saving.write, saving.seconds) for saving in savings(times, Loading(workers=0), cores=8, cuda=False)]
-    [('DataLoader(num_workers=2)', 4.0), ('caching items (from the second epoch on)', 3.0), ('solo.Prefetch()', 2.0)]
+    >>> [(saving.write, saving.seconds) for saving in savings(times, Loading(0, indexed=True), cores=8, cuda=False)]
+    [('DataLoader(num_workers=2)', 4.0), ('+callback=item_cache (from the second epoch)', 3.0), ('solo.Prefetch()', 2.0)]
     """
     options: dict[str, tuple[str, float]] = {}
     if loading.workers is not None:
@@ -79,7 +91,9 @@ def savings(times: Times, loading: Loading, *, cores: int, cuda: bool) -> list[S
         options["persistent_workers"] = "DataLoader(persistent_workers=True)", times.start_s + times.first_s
     # loading ahead is not measured, but the wait for it is at most the wait for batches
     items = times.wait_s + times.first_s if loading.ahead else min(times.wait_s, times.items_s)
-    options["caching"] = "caching items (from the second epoch on)", items
+    if not loading.cached:
+        how = "+callback=item_cache" if loading.indexed else "caching items"
+        options["caching"] = f"{how} (from the second epoch)", items
     if not loading.prefetched and (cuda or not loading.workers):
         # in parallel with the steps; during a validation the first batches after it are loaded too
         hidden = times.wait_s + (times.copy_s if cuda else 0.0)
