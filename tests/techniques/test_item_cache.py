@@ -16,10 +16,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_solo import trainer_kwargs
 from lightning_solo.data.item_cache import CachedItems, ItemStore, packed
 from lightning_solo.errors import ConflictError
 from lightning_solo.techniques.item_cache.technique import ItemCache
 from lightning_solo.techniques.length_bucketing.technique import LengthBucketing
+from lightning_solo.techniques.loader_advice.savings import Loading, savings
+from lightning_solo.techniques.loader_advice.times import Times
 from lightning_solo.techniques.prefetch.technique import Prefetch
 from lightning_solo.units import KiB, MiB
 from tests.messages import mentions
@@ -164,6 +167,21 @@ def test_an_item_that_cannot_be_stored_is_named_and_loaded_each_time() -> None:
     assert items.__getitems__([0, 1, 0]) == [item, 1, item]
     assert store.items == 1
     assert "item 0" in store.unstored
+
+
+# --- advice ---
+
+
+def test_advice_to_cache_works_when_it_is_pasted() -> None:
+    times, data = Times(batches=10, total_s=6.0, wait_s=4.0, copy_s=0.0, load_s=4.0), loader(2)
+    advised = {each.option: each.write for each in savings(times, Loading.of(data), cores=1, cuda=False)}
+    override = advised["caching"].split()[0]
+    (cache,) = (each for each in trainer_kwargs("bf16", [override])["callbacks"] if isinstance(each, ItemCache))
+    assert cache.budget == "4GiB"
+    cached = DataLoader(CachedItems(data.dataset, ItemStore(8, MiB)))
+    assert "caching" not in {each.option for each in savings(times, Loading.of(cached), cores=1, cuda=False)}
+    streamed = savings(times, Loading.of(DataLoader(Stream())), cores=1, cuda=False)
+    assert not any("item_cache" in each.write for each in streamed)
 
 
 # --- refused ---

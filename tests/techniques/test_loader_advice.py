@@ -260,7 +260,7 @@ def test_prefetched_loader_is_timed_in_its_thread(make_trainer: Make, clock: Clo
     observer = advice(make_trainer, stepping(clock, 10), data)
     assert observer.times.load_s == observer.times.collate_s == 0
     assert type(data.loader.collate_fn) is type(default_collate)
-    assert Loading.of(data) == Loading(workers=0, ahead=True, starts_workers=False, prefetched=True)
+    assert Loading.of(data) == Loading(workers=0, ahead=True, prefetched=True, indexed=True)
 
 
 # --- what it says ---

@@ -80,7 +80,7 @@ def savings(times: Times, loading: Loading, *, cores: int, cuda: bool) -> list[S
 
     >>> times = Times(batches=100, total_s=6.0, wait_s=4.0, copy_s=0.0, load_s=4.0, collate_s=1.0)
     >>> [(saving.write, saving.seconds) for saving in savings(times, Loading(0, indexed=True), cores=8, cuda=False)]
-    [('DataLoader(num_workers=2)', 4.0), ('+callback=item_cache (from the second epoch)', 3.0), ('solo.Prefetch()', 2.0)]
+    [('DataLoader(num_workers=2)', 4.0), ('+callback=item_cache (from epoch 2 on)', 3.0), ('solo.Prefetch()', 2.0)]
     """
     options: dict[str, tuple[str, float]] = {}
     if loading.workers is not None:
@@ -93,7 +93,7 @@ def savings(times: Times, loading: Loading, *, cores: int, cuda: bool) -> list[S
     items = times.wait_s + times.first_s if loading.ahead else min(times.wait_s, times.items_s)
     if not loading.cached:
         how = "+callback=item_cache" if loading.indexed else "caching items"
-        options["caching"] = f"{how} (from the second epoch)", items
+        options["caching"] = f"{how} (from epoch 2 on)", items
     if not loading.prefetched and (cuda or not loading.workers):
         # in parallel with the steps; during a validation the first batches after it are loaded too
         hidden = times.wait_s + (times.copy_s if cuda else 0.0)
