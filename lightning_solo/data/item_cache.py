@@ -68,7 +68,7 @@ class ItemStore:
         return self.close.alive
 
     def _counters(self) -> tuple[int, int, int, bytes]:
-        return _COUNTERS.unpack(os.pread(self._file, _COUNTERS.size, 0))  # type: ignore[return-value]
+        return _COUNTERS.unpack(os.pread(self._file, _COUNTERS.size, 0))
 
     @property
     def bytes_used(self) -> int:
@@ -146,7 +146,7 @@ class ItemStore:
 
     def _entry(self, index: int) -> tuple[int, int]:
         read = os.pread(self._file, _ENTRY.size, _COUNTERS.size + index * _ENTRY.size)
-        return _ENTRY.unpack(read)  # type: ignore[return-value]
+        return _ENTRY.unpack(read)
 
 
 class CachedItems(Dataset[Any]):
@@ -239,7 +239,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _bytes_of(dense: Tensor) -> bytearray:
-    flat = torch.empty(0, dtype=torch.uint8).set_(dense.untyped_storage())  # type: ignore[call-overload]
+    flat = torch.empty(0, dtype=torch.uint8).set_(dense.untyped_storage())
     return bytearray(flat.numpy().tobytes())
 
 
