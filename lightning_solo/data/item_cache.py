@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import operator
 import os
 import pickle
 import struct
+import sys
 import tempfile
 import threading
 import weakref
@@ -37,10 +37,12 @@ class ItemStore:
         folder: of the file on a disk, empty for the system's temporary one; None for host memory.
 
     Raises:
-        OSError: the file can't be created.
+        OSError: the file can't be created, or the system isn't Linux.
     """
 
     def __init__(self, count: int, budget: int, folder: str | None = None) -> None:
+        if sys.platform != "linux":  # workers open the file by /proc
+            raise OSError(f"{sys.platform} instead of Linux")
         self.count = count
         self.budget = budget
         if folder is None:
@@ -103,6 +105,8 @@ class ItemStore:
 
     def put(self, index: int, stored: bytes | None, reason: str = "") -> None:
         """Store an item's bytes if they fit; None says that it can't be stored, for ``reason``."""
+        import fcntl  # not on Windows, where this module is imported too
+
         with self._lock:
             fcntl.lockf(self._file, fcntl.LOCK_EX)  # among processes
             try:

@@ -57,7 +57,7 @@ class ItemCache(Technique, Settings):
             try:
                 folder = (self.folder or "") if self.place == "disk" else None
                 store = ItemStore(len(dataset), parse_budget(self.budget), folder)
-            except (OSError, AttributeError) as error:
+            except OSError as error:
                 raise CapabilityError(
                     f"callback.item_cache.place={self.place}: the store can't be created ({error}); write"
                     " callback.item_cache.folder=<a folder on a disk with room> with place=disk, or"
