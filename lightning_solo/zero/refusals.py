@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from lightning_solo.errors import ConflictError, NothingToDoError
 
 ONE_OPTIMIZER = (
-    "write one with several parameter groups, or take a preset without ZeRO, such as bf16_true or checkpointing"
+    "write one with several parameter groups; several, as of a GAN, are trained with manual optimization by the preset"
+    " host_states, which keeps fp32 states of AdamW or Adam on the host, or by compact_host, whose states have 8 bits"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import lightning_solo as solo
+from lightning_solo.errors import ConflictError
 from lightning_solo.machine import is_installed
 from tests.modules import PRESETS_OF_DOCUMENTS, Classifier, classification, composed, documents, loader
 from tests.simcuda import device
@@ -125,3 +127,62 @@ def test_delays_change_no_number(preset: str, what: str, tmp_path: Path) -> None
     with device.delayed(what):
         trainer(preset, tmp_path, max_epochs=1).fit(held_back, batches())
     assert equal(weights(held_back), weights(plain))
+
+
+class Gan(L.LightningModule):
+    """A generator and a critic, each with its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(1)
+        self.generator, self.critic = Classifier(blocks=1, width=WIDTH), Classifier(blocks=1, width=WIDTH)
+        self.generator.head = nn.Linear(WIDTH, WIDTH)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in (self.generator, self.critic)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        real = batch[0].to(self.dtype)
+        for number, optimizer in enumerate(self.optimizers()):
+            self.toggle_optimizer(optimizer)
+            score = self.critic(self.generator(real)).float().square().mean()
+            if number == 1:
+                score = (self.critic(real).float() - 1).square().mean() - 0.1 * score
+            self.manual_backward(score)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
+def trained_gan(preset: str, tmp_path: Path, *overrides: str) -> tuple[Gan, L.Trainer]:
+    gan = Gan()
+    kwargs = solo.trainer_kwargs(preset, overrides)
+    trained = L.Trainer(**QUIET, default_root_dir=tmp_path, max_epochs=5, **kwargs)
+    trained.fit(gan, batches())
+    return gan, trained
+
+
+def moves(gan: Gan) -> torch.Tensor:
+    """Return how far training moved the weights, as one fp32 vector."""
+    pairs = zip(weights(gan), weights(Gan()), strict=True)
+    return torch.cat([(after.float().cpu() - before.float().cpu()).flatten() for after, before in pairs])
+
+
+@NEEDS_DEEPSPEED
+def test_presets_that_the_refusal_of_several_optimizers_names_train_a_gan(tmp_path: Path) -> None:
+    with pytest.raises(ConflictError) as refused:
+        trained_gan("zero_offload", tmp_path)
+    named = {name for name in solo.list_presets() if re.search(rf"\b{name}\b", str(refused.value))} - ENGINES
+    assert named == {"compact_host", "host_states"}
+    small = sum(12 * p.numel() for p in Gan().parameters() if p.numel() < 4096)  # these states are never on the host
+    plain, rounded = (moves(trained_gan(name, tmp_path)[0]) for name in ("baseline", "bf16_true"))
+    for name in sorted(named):
+        gan, trained = trained_gan(name, tmp_path, "callback.compact_states.state_budget=64KiB")
+        states: Any = trained.optimizers
+        assert len(states) == 2
+        assert all(each.host_bytes > 0 for each in states)
+        assert sum(each.state_bytes - each.host_bytes for each in states) <= 64 * 1024 + small
+        resident, _ = trained_gan(name, tmp_path, "callback.compact_states.state_budget=null")
+        assert equal(weights(gan), weights(resident))
+        assert (moves(gan) - plain).norm() < min(0.04 * plain.norm(), (rounded - plain).norm() / 2)
