@@ -1,4 +1,4 @@
-"""Tells a damaged checkpoint from one that can't be used for another reason."""
+"""The last checkpoint of a run, and the check that tells a damaged file from one that can't be used otherwise."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_solo.errors import CheckpointError
+
+LAST = Path("checkpoints", "last.ckpt")
+"""The last checkpoint in the folder of a run."""
 
 
 def loaded(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:

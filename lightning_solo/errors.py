@@ -89,6 +89,16 @@ def nearest(given: str, allowed: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}? " if close else "; "
 
 
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """Return the first names, and the number of the others.
+
+    >>> listed("abcde"), listed("ab")
+    ('a, b, c and 2 more', 'a, b')
+    """
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def unknown_name(option: str, name: object, kind: str, names: Iterable[str]) -> str:
     """Return the message for an unknown name of a technique, model or other kind.
 

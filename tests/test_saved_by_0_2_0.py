@@ -60,7 +60,7 @@ def test_checkpoint_resumes_to_the_recorded_end(
 
 
 def test_checkpoint_is_exported_after_it_was_saved_again(module: Any, make_trainer: Any, tmp_path: Path) -> None:
-    """Its corrections have no names: the remedy of the message is to resume it and to save it again."""
+    """0.2.0 didn't save which weight a correction belongs to; the message says to resume once and save again."""
     file = SAVED / "compact_states.ckpt"
     with pytest.raises(solo.CheckpointError, match=mentions("resume it once", "trainer.save_checkpoint")):
         solo.export_weights(file)

@@ -29,7 +29,7 @@ def bytes_or_share(budget: int | float | str) -> int | float:
         raise ValueError(f"{error}; or a share from 0 to 1, such as 0.5") from None
 
 
-def budget_setting(text: str, parse: Callable[[Any], object] = bytes_or_share) -> Any:
+def budget_setting(text: str, parse: Callable[[Any], object] = bytes_or_share, default: str | None = None) -> Any:
     """Return a field of settings for a budget or None; ``parse`` raises ValueError for an invalid budget."""
 
     def complaint(budget: int | float | str | None) -> str | None:
@@ -40,4 +40,4 @@ def budget_setting(text: str, parse: Callable[[Any], object] = bytes_or_share) -
             return str(error).removeprefix(f"{budget!r}: ")
         return None
 
-    return setting(None, text, check=complaint)
+    return setting(default, text, check=complaint)

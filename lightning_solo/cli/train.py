@@ -28,6 +28,7 @@ from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.build import make, trainer_arguments
 from lightning_solo.cards.catalogue import built_in_cards, load_class
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.checkpoint_files import LAST
 from lightning_solo.cli import INTERRUPTED, TERMINATED, refuse
 from lightning_solo.cli.application import search_path_override
 from lightning_solo.cli.command_line import (
@@ -354,7 +355,7 @@ def written(trainer: Any, folder: Path) -> dict[str, Path]:
     callback = trainer.checkpoint_callback
     paths = {
         "best checkpoint": Path(callback.best_model_path) if callback and callback.best_model_path else None,
-        "last checkpoint": folder / "checkpoints" / "last.ckpt",
+        "last checkpoint": folder / LAST,
         "metrics": folder / "csv" / "metrics.csv",
         "TensorBoard": folder / "tensorboard",
         "memory": folder / "csv" / "memory.csv",

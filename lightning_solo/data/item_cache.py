@@ -104,11 +104,11 @@ class ItemStore:
         return stored
 
     def put(self, index: int, stored: bytes | None, reason: str = "") -> None:
-        """Store an item's bytes if they fit; None says that it can't be stored, for ``reason``."""
+        """Store an item's bytes if they fit; with None, record that it can't be stored, and the first ``reason``."""
         import fcntl  # not on Windows, where this module is imported too
 
         with self._lock:
-            fcntl.lockf(self._file, fcntl.LOCK_EX)  # among processes
+            fcntl.lockf(self._file, fcntl.LOCK_EX)  # flock would let in forked workers, which share the open file
             try:
                 self._put(index, stored, reason)
             finally:

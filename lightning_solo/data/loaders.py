@@ -120,7 +120,7 @@ class Resumable(DataLoader[Any]):
 
     @property
     def _place(self) -> tuple[int, int]:
-        """The epoch of the next batch, and the number of batches returned in it."""
+        """The epoch of the next batch, and how many batches of that epoch have been returned."""
         batches = self._batches
         epoch, done = batches.epoch, batches.start
         if self._handed_out[0] == epoch:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_solo.errors import CheckpointError, NothingToDoError
-from lightning_solo.export.sources import checkpoint_of, read, refuse_existing, written
+from lightning_solo.export.sources import checkpoint_of, new_file, read, refuse_existing
 from lightning_solo.export.weights import unnamed
 from lightning_solo.optim.adamw_state_dict import WEIGHTS_ALONE, is_compact, marked, require_supported, unmarked
 from lightning_solo.optim.adamw_states import compress, is_plain, new_state, plain, state_layout
@@ -57,7 +57,7 @@ def convert_checkpoint(source: Path, to: str, output: Path | None = None, *, ove
             f" write lightning-solo export {source}"
         )
     converted, notes = {"plain": to_plain, "compact": to_compact}[to](checkpoint, source)
-    with written(output) as new, new.open("wb") as file:
+    with new_file(output) as new, new.open("wb") as file:
         torch.save(converted, file)
     return [f"{to}: {output}, {format_bytes(output.stat().st_size)}, of {source}", *notes]
 

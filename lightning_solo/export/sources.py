@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from lightning_solo.atomic_files import whole_file
+from lightning_solo.checkpoint_files import LAST, refuse_damaged
 from lightning_solo.errors import CheckpointError, SoloError
 
 ENGINE_STATES = "*_model_states.pt"
 """The file in which DeepSpeed's engine saves a module."""
-LAST = Path("checkpoints", "last.ckpt")
-"""The last checkpoint in the folder of a run."""
 
 
 class Inert:
@@ -70,6 +69,8 @@ def read(path: Path, *, inert: bool = False) -> dict[str, Any]:
         CheckpointError: the file is damaged, isn't a checkpoint, or has objects that are no plain data.
     """
     whole = zipfile.is_zipfile(path)  # torch's format since 1.6, whose tensors can be mapped into memory
+    if whole:
+        refuse_damaged(path, "another file")  # torch doesn't compare the checksums
     try:
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path) if whole else []
         if foreign and not inert:
@@ -112,7 +113,7 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def written(output: Path) -> Iterator[Path]:
+def new_file(output: Path) -> Iterator[Path]:
     """Yield a temporary path that becomes the output at a clean end.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
+from lightning_solo.errors import CapabilityError, CheckpointError, PresetError, listed
 from lightning_solo.export.engine_folder import engine_weights
 from lightning_solo.export.formats import DTYPES
-from lightning_solo.export.sources import checkpoint_of, engine_folder, read, refuse_existing, written
+from lightning_solo.export.sources import checkpoint_of, engine_folder, new_file, read, refuse_existing
 from lightning_solo.machine import is_installed
 from lightning_solo.optim.checkpoint_masters import RECORD, bits_of, masters_of, place
 from lightning_solo.optim.param_groups import parameters_of
@@ -189,7 +189,7 @@ def _require_full(source: Source) -> None:
         names = floating if all(_is_narrow(source.weights[name]) for name in floating) else []
     if names:
         raise CheckpointError(
-            f"{source.name}: dtype=fp32, but {_listed(names)} have 16 bits, and no corrections; write dtype=bf16"
+            f"{source.name}: dtype=fp32, but {listed(names)} have 16 bits, and no corrections; write dtype=bf16"
             " (--dtype bf16), or export from a checkpoint of compact that has its optimizer states"
         )
 
@@ -200,11 +200,6 @@ def _is_floating(value: Any) -> bool:
 
 def _is_narrow(value: Any) -> bool:
     return _is_floating(value) and value.element_size() == 2
-
-
-def _listed(names: Collection[str]) -> str:
-    first = ", ".join(list(names)[:3])
-    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
 
 
 # --- files ---
@@ -223,12 +218,12 @@ def _require_writable(path: Path, *, overwrite: bool) -> None:
 
 def _write(weights: Mapping[str, Any], path: Path) -> None:
     if path.suffix != SUFFIXES[0]:
-        with written(path) as new, new.open("wb") as file:
+        with new_file(path) as new, new.open("wb") as file:
             torch.save(dict(weights), file)
         return
     if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
         raise CheckpointError(
-            f"{path}: safetensors stores tensors alone, not {_listed(others)}; write {path.with_suffix('.pt')}"
+            f"{path}: safetensors stores tensors alone, not {listed(others)}; write {path.with_suffix('.pt')}"
         )
     from safetensors.torch import save_file
 
@@ -237,7 +232,7 @@ def _write(weights: Mapping[str, Any], path: Path) -> None:
         first.setdefault(id(value), name)
     tied = {name: first[id(value)] for name, value in weights.items() if first[id(value)] != name}
     stored = {name: value.contiguous() for name, value in weights.items() if name not in tied}
-    with written(path) as new:
+    with new_file(path) as new:
         new.touch()
         mode = new.stat().st_mode
         save_file(stored, new, metadata={"format": "pt", **tied})

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_solo.units import parse_budget
+
 
 @dataclass(frozen=True)
 class BackEnd:
@@ -98,3 +100,15 @@ SETTINGS = "callback.compact_states"
 """The path of the settings of compact states, as messages name it."""
 OPTION = f"{SETTINGS}.back_end"
 """The setting that chooses a back end."""
+
+
+def parse_state_budget(budget: int | str | None) -> int | str | None:
+    """Return the bytes of states that stay on the device, "auto" or None.
+
+    Raises:
+        ValueError: it is not a number of bytes, "auto" or None.
+    """
+    try:
+        return budget if budget is None or budget == "auto" else parse_budget(budget, least=0)
+    except ValueError as error:
+        raise ValueError(f"{error}; 0 for none, auto for what fits, null for all") from None

@@ -21,11 +21,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_solo.errors import PresetError
+from lightning_solo.errors import PresetError, listed
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.adamw_state_dict import loadable_states, loaded_state, plain_state_dict
 from lightning_solo.optim.adamw_states import bytes_of, correction_of, new_state, state_layout
 from lightning_solo.optim.adamw_update import Hyperparameters
+from lightning_solo.optim.back_end_facts import parse_state_budget
 from lightning_solo.optim.device_steps import DeviceSteps, launches
 from lightning_solo.optim.gradient_checks import not_finite, require_dense
 from lightning_solo.optim.kernels import Control, Kernels, Piece, Scalars
@@ -34,7 +35,7 @@ from lightning_solo.optim.operator_kernels import all_finite
 from lightning_solo.optim.param_groups import load_groups, name_in, with_hooks
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.optim.staging import Staging
-from lightning_solo.optim.state_placement import StatePlacement, parse_state_budget
+from lightning_solo.optim.state_placement import StatePlacement
 from lightning_solo.units import format_bytes
 
 
@@ -100,7 +101,10 @@ class CompactAdamW(SplitOptimizer):
         if moment_bits not in moments.MOMENT_BITS:
             raise PresetError(f"CompactAdamW: moment_bits={moment_bits!r}: write 32, 8 or 4")
         self.moment_bits, self.fused = moment_bits, fused
-        self.state_budget = parse_state_budget(state_budget, "CompactAdamW: state_budget")
+        try:
+            self.state_budget = parse_state_budget(state_budget)
+        except ValueError as error:
+            raise PresetError(f"CompactAdamW: state_budget={error}") from None
         self._layout = partial(state_layout, master_bits=master_bits, moment_bits=moment_bits)
         self._placement = StatePlacement(self._layout, self.state_budget)
         super().__init__(params, {**vars(hyperparameters), "betas": tuple(betas)})
@@ -308,9 +312,8 @@ class CompactAdamW(SplitOptimizer):
         words = f"{each:.2f} bytes per parameter: {self._placement.summary(self.state_bytes)}"
         if not small:
             return words
-        names = ", ".join(list(small)[:3]) + (f" and {len(small) - 3} more" if len(small) > 3 else "")
         total = format_bytes(sum(small.values()))
-        return f"{words}; moments of {len(small)} small parameters in fp32, {total}: {names}"
+        return f"{words}; moments of {len(small)} small parameters in fp32, {total}: {listed(small)}"
 
     # --- checkpoints ---
 

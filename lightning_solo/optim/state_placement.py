@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_solo.errors import BudgetError, PresetError
+from lightning_solo.errors import BudgetError
 from lightning_solo.memory import host_slabs
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.adamw_states import Layout, bytes_of
 from lightning_solo.optim.back_end_facts import SETTINGS
 from lightning_solo.optim.staging import Staging
-from lightning_solo.units import format_bytes, parse_budget
+from lightning_solo.units import format_bytes
 
 States = MutableMapping[Tensor, dict[str, Tensor]]
 """Parameter -> tensors of its state by name."""
@@ -65,9 +65,13 @@ class StatePlacement:
             self._budget_left = max(0, sum(map(bytes_of, layouts.values())) - host_slabs.host_room())
         elif self._budget_left is None:
             self._budget_left = int(self._budget or 0)
+        small = {p: layout for p, layout in layouts.items() if p.numel() < moments.LEAST}  # stay in any case
+        self._budget_left -= sum(map(bytes_of, small.values()))
         leaving = {}
         for p, layout in layouts.items():
-            if bytes_of(layout) <= self._budget_left or p.numel() < moments.LEAST:
+            if p in small:
+                continue
+            if bytes_of(layout) <= self._budget_left:
                 self._budget_left -= bytes_of(layout)
             else:
                 leaving[p] = layout
@@ -162,15 +166,3 @@ def free_bytes(device: torch.device) -> int:
         return 0
     free, total = torch.cuda.mem_get_info(device)
     return max(0, free - total // 20)
-
-
-def parse_state_budget(budget: int | str | None, name: str) -> int | str | None:
-    """Return the bytes of states that stay on the device, "auto" or None.
-
-    Raises:
-        PresetError: the budget is not a number of bytes, "auto" or None.
-    """
-    try:
-        return budget if budget is None or budget == "auto" else parse_budget(budget, least=0)
-    except ValueError as error:
-        raise PresetError(f"{name}={error}; or 'auto' or None") from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_solo.atomic_files import read_json, write_json
-from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
+from lightning_solo.errors import CapabilityError, CheckpointError, PresetError, listed
 from lightning_solo.machine import versions
 from lightning_solo.processes import Child, ProcessError, start
 from lightning_solo.sweeps import results
@@ -27,24 +27,18 @@ from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.server import serve
 
 LOOK_S = 0.25
-SHOWN_FILES = 3
 
 
-def row_or_try(
-    job: Job, start: Mapping[str, Any], row: Row | None, settings: Settings, code: Mapping[str, str]
-) -> Row | Try:
-    """Return the row of a job's last attempt if it counts, else the job's next try.
+def row_or_try(job: Job, start: Mapping[str, Any], row: Row | None, settings: Settings) -> Row | Try:
+    """Return the row of an unchanged job's last attempt if it counts, else the job's next try.
 
     Args:
         job: a job that an earlier command has started.
         start: the record of its last start.
         row: of the attempt that was started last; None if it left no result.
         settings: the launcher's settings.
-        code: hash of each file of the application.
     """
     attempt, rerun = start["attempt"] + 1, settings.rerun
-    if anew := changed(job, start, settings, code):
-        return Try(job, attempt, anew=anew)
     failed = row is not None and row.status not in (FINISHED, INTERRUPTED)
     failures = start.get("failures", 0) + failed if rerun == "never" else 0
     if row is None:
@@ -57,7 +51,14 @@ def row_or_try(
 
 
 def changed(job: Job, start: Mapping[str, Any], settings: Settings, code: Mapping[str, str]) -> str:
-    """Return what has changed since a job was started; empty if its earlier attempts count. Arguments as above."""
+    """Return what has changed since a job was started; empty if its earlier attempts count.
+
+    Args:
+        job: the job.
+        start: the record of its last start.
+        settings: the launcher's settings.
+        code: hash of each file of the application.
+    """
     if start.get("config_hash") != job.config_hash:
         return "its configuration has changed"
     before = start.get("code")
@@ -66,8 +67,7 @@ def changed(job: Job, start: Mapping[str, Any], settings: Settings, code: Mappin
     if not isinstance(before, Mapping):  # an older version didn't store it by file
         return "another version of lightning-solo ran it"
     files = sorted(file for file in {*before, *code} if before.get(file) != code.get(file))
-    more = f" and {len(files) - SHOWN_FILES} more files" if len(files) > SHOWN_FILES else ""
-    return f"{', '.join(files[:SHOWN_FILES])}{more} changed"
+    return f"{listed(files)} changed"
 
 
 @dataclass(eq=False, repr=False)
@@ -160,13 +160,14 @@ class Sweep:
         start = read_json(files.start)
         if start is None:
             return Try(job, 1)
+        if anew := changed(job, start, self.settings, self.application.code):
+            return Try(job, start["attempt"] + 1, anew=anew)
         if row is None or row.attempt != start["attempt"]:  # the command ended before it wrote the row
             row, result = None, files.result_of(start["attempt"])
             if result is not None:
                 row = self._row(Try(job, start["attempt"]), End(int("error" in result)))
-                if not changed(job, start, self.settings, self.application.code):
-                    self._write(row)
-        return row_or_try(job, start, row, self.settings, self.application.code)
+                self._write(row)
+        return row_or_try(job, start, row, self.settings)
 
     def _work(self, waiting: deque[Try]) -> None:
         """Run jobs until all have ended.

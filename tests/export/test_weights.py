@@ -273,6 +273,17 @@ def test_file_that_is_no_checkpoint_is_refused(tmp_path: Path, damage: str) -> N
         solo.export_weights(file)
 
 
+def test_file_with_a_flipped_bit_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "saved.ckpt"
+    torch.save({"state_dict": {"weight": torch.full((64, 64), 3.0)}}, file)
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.full((4,), 3.0).numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+    assert not torch.equal(torch.load(file)["state_dict"]["weight"], torch.full((64, 64), 3.0))  # torch reads it
+    with pytest.raises(CheckpointError, match=mentions(str(file), "checksum")):
+        solo.export_weights(file)
+
+
 def test_options_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PresetError, match=mentions("dtype='fp16'", "fp32 or bf16")):
         solo.export_weights(nn.Linear(1, 1), "fp16")

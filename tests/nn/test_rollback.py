@@ -349,7 +349,7 @@ def test_metrics_that_share_their_states() -> None:
 
 
 def test_clones_of_metrics_are_told_apart() -> None:
-    """Collections of equal content, of which one is updated in steps, and another one between them, by validations."""
+    """Clones of one collection: training steps update one of them, and validations between the steps another."""
     of_three = {"num_classes": 3, "average": "none"}
     kinds = torchmetrics.classification.MulticlassAccuracy, torchmetrics.classification.MulticlassF1Score
     first = torchmetrics.MetricCollection([kind(**of_three) for kind in kinds])

@@ -97,6 +97,15 @@ def test_a_budget_is_what_stays_on_the_device_and_goes_to_the_first():
     assert everywhere - optimizer.host_bytes <= first + small
 
 
+def test_states_of_small_tensors_count_first_in_the_budget():
+    module = net()  # its biases come after weights that would fill the budget
+    large = [bytes_of(state_layout(p.bfloat16(), 24, 8)) for p in module.parameters() if p.numel() >= 4096]
+    optimizer = optimizer_of(module, (24, 8), budget=sum(large))
+    train(module, optimizer, 1)
+    assert optimizer.state_bytes - optimizer.host_bytes <= sum(large)
+    assert len(optimizer.host_states) >= 1
+
+
 def test_on_a_cpu_nothing_is_free_of_a_device():
     module = net()
     optimizer = optimizer_of(module, (24, 8), budget="auto")
@@ -371,7 +380,7 @@ def test_a_host_that_is_too_small_is_told_before_anything_is_allocated(monkeypat
 
 @pytest.mark.parametrize("budget", [-1, 1.5, "8 gigs", True])
 def test_budgets_that_are_none(budget: Any):
-    with pytest.raises(PresetError, match=f"={budget!r}.*bytes.*'auto' or None"):
+    with pytest.raises(PresetError, match=f"={budget!r}.*bytes.*auto.*null"):
         optimizer_of(net(), (24, 8), budget=budget)
 
 

@@ -336,7 +336,7 @@ def test_lost_attempt_does_not_count_as_a_retry(tmp_path: Path) -> None:
         ({"config_hash": "hash", "code": "0123"}, 2, "another version of lightning-solo"),
         ({"config_hash": "hash", "code": {}}, 1, ""),
         ({"config_hash": "hash", "code": {"a": "1", "b": "1"}}, 2, "a, b changed"),
-        ({"config_hash": "hash", "code": dict.fromkeys("abcde", "1")}, 2, "a, b, c and 2 more files changed"),
+        ({"config_hash": "hash", "code": dict.fromkeys("abcde", "1")}, 2, "a, b, c and 2 more changed"),
     ],
     ids=["number alone", "no code", "one hash", "same code", "two files", "five files"],
 )

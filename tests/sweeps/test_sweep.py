@@ -11,17 +11,17 @@ from lightning_solo.atomic_files import write_json
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.jobs import Job, Settings, Try
 from lightning_solo.sweeps.results import Row
-from lightning_solo.sweeps.sweep import row_or_try
+from lightning_solo.sweeps.sweep import changed, row_or_try
 
 CODE = {"train.py": "1", "model.py": "2"}
 JOB = Job(0, ("x=1",), Path("0"), "abc", bytes)
 
 
-def decide(status: str | None, code: dict[str, str] = CODE, failures: int = 0, **settings: Any) -> Row | Try:
+def decide(status: str | None, failures: int = 0, **settings: Any) -> Row | Try:
     """Return the decision for a job whose third attempt, of 5 s, ended with a status; None if it left no result."""
-    start = {"attempt": 3, "config_hash": "abc", "code": CODE, "failures": failures}
+    start = {"attempt": 3, "failures": failures}
     row = None if status is None else Row(0, ("x=1",), status, attempt=3, seconds=5.0)
-    return row_or_try(JOB, start, row, Settings(**settings), code)
+    return row_or_try(JOB, start, row, Settings(**settings))
 
 
 @pytest.mark.parametrize(
@@ -62,25 +62,25 @@ def test_finished_job_starts_anew_with_rerun_all() -> None:
     assert decide("finished", rerun="all") == Try(JOB, 4, anew="hydra.launcher.rerun=all")
 
 
-@pytest.mark.parametrize("status", ["finished", "failed", None])
-def test_changed_files_start_a_job_anew_except_with_rerun_failed(status: str | None) -> None:
-    changed = {**CODE, "model.py": "3", "new.py": "4"}
-    assert decide(status, changed) == Try(JOB, 4, anew="model.py, new.py changed")
-    kept = decide("finished", changed, rerun="failed")
-    assert isinstance(kept, Row)
+def change(rerun: str = "never", **start: Any) -> str:
+    """Return what has changed since a start whose record differs from today's in some entries."""
+    return changed(JOB, {"config_hash": "abc", "code": CODE, **start}, Settings(rerun=rerun), CODE)
 
 
-def test_changed_configuration_starts_a_job_anew_always() -> None:
-    start = {"attempt": 1, "config_hash": "another", "code": CODE}
-    for rerun in ("never", "failed", "all"):
-        tried = row_or_try(JOB, start, Row(0, (), "finished"), Settings(rerun=rerun), CODE)
-        assert tried == Try(JOB, 2, anew="its configuration has changed")
+def test_changed_files_are_named_except_with_rerun_failed() -> None:
+    before = {"train.py": "1", "model.py": "0", "gone.py": "4"}
+    assert change() == ""
+    assert change(code=before) == change("all", code=before) == "gone.py, model.py changed"
+    assert change("failed", code=before) == ""
 
 
-def test_job_of_an_older_version_starts_anew() -> None:
-    start = {"attempt": 1, "config_hash": "abc", "code": "one hash for all files"}
-    tried = row_or_try(JOB, start, Row(0, (), "finished"), Settings(), CODE)
-    assert tried == Try(JOB, 2, anew="another version of lightning-solo ran it")
+@pytest.mark.parametrize("rerun", ["never", "failed", "all"])
+def test_changed_configuration_always_counts(rerun: str) -> None:
+    assert change(rerun, config_hash="another") == "its configuration has changed"
+
+
+def test_code_of_an_older_version_counts_as_changed() -> None:
+    assert change(code="a-hash") == "another version of lightning-solo ran it"
 
 
 def test_result_of_an_older_attempt_does_not_count(tmp_path: Path) -> None:

@@ -60,6 +60,16 @@ def stored_files() -> list[str]:
 # --- acted, parity and no trace ---
 
 
+def test_workers_that_store_at_the_same_time_lose_nothing() -> None:
+    store = ItemStore(count := 4000, MiB)
+    cached = CachedItems(range(count), store)
+    list(DataLoader(cached, batch_size=20, num_workers=2))
+    stored = [store.get(index) for index in range(count)]
+    assert store.items == count
+    assert store.bytes_used == sum(len(each) for each in stored if each is not None)
+    assert [pickle.loads(each) for each in stored if each is not None] == list(range(count))
+
+
 @pytest.mark.parametrize("place", ["memory", "disk"])
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}], ids=str)
 def test_items_are_loaded_once(

@@ -102,6 +102,19 @@ def test_a_loss_over_the_batch_is_refused_before_the_first_step(make_trainer: Ma
     assert equal(start, [p.detach().cpu() for p in module.parameters()])
 
 
+def test_whole_batch_and_parts_are_compared_with_the_same_random_numbers(make_trainer: Make) -> None:
+    rows: list[int] = []
+
+    class Noisy(Towers):
+        def loss(self, embeddings: dict[str, Tensor]) -> Tensor:
+            rows.append(len(embeddings["a"]))
+            noise = torch.tensor([[random.random()] for _ in embeddings["a"]]).to(embeddings["a"])
+            return (embeddings["a"] + 100 * noise).square().mean()
+
+    fitted(make_trainer, Noisy(), MicroBatching(4), batch=8, max_epochs=1)
+    assert rows == [8, 4, 4] + 3 * [4, 4]  # with other numbers the first comparison would be followed by four
+
+
 def test_the_remedies_work_when_they_are_pasted(make_trainer: Make) -> None:
     with pytest.raises(ConflictError) as refused:
         fitted(make_trainer, Towers().double(), MicroBatching(4))

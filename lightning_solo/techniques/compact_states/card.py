@@ -12,17 +12,9 @@ from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import ConflictError, PlanError
-from lightning_solo.optim.back_end_facts import BACK_ENDS, SETTINGS
-from lightning_solo.units import parse_budget
+from lightning_solo.optim.back_end_facts import BACK_ENDS, SETTINGS, parse_state_budget
 
 SCALE_BYTES = 4 / 128  # per element of a moment in 8 bits: an fp32 scale for each block of 128
-
-
-def _parse_state_budget(budget: int | str | None) -> int | str | None:
-    try:
-        return budget if budget is None or budget == "auto" else parse_budget(budget, least=0)
-    except ValueError as error:
-        raise ValueError(f"{error}; 0 for none, auto for what fits, null for all") from None
 
 
 @dataclass(frozen=True)
@@ -36,7 +28,7 @@ class Settings(TechniqueSettings):
     state_budget: int | str | None = budget_setting(
         "bytes of optimizer states that stay on the device, such as 8GiB; the others are in pinned memory of the host;"
         " auto: as many stay as the first step leaves room for; null: all stay",
-        _parse_state_budget,
+        parse_state_budget,
     )
     checkpoint_weights: str = setting(
         "bf16", "weights in a checkpoint: bf16, with corrections among the states; or masters in fp32",
@@ -57,7 +49,7 @@ class Settings(TechniqueSettings):
     @property
     def budget(self) -> int | str | None:
         """Bytes of states that stay on the device, "auto", or None for all."""
-        return _parse_state_budget(self.state_budget)
+        return parse_state_budget(self.state_budget)
 
     @property
     def needs_cuda(self) -> bool:

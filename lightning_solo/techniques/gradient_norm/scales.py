@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_solo.errors import NothingToDoError
+from lightning_solo.errors import NothingToDoError, listed
 from lightning_solo.memory.category_peaks import is_compiled
 from lightning_solo.nn.blocks import repeated_blocks
 from lightning_solo.optim.operator_kernels import norm
@@ -45,7 +45,7 @@ def norms_of(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
     return {p: norm(value).float() for p, value in values.items()}
 
 
-def joined(norms: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+def norms_by_block(norms: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> dict[str, Tensor]:
     """Return block -> norm of all its gradients, from the norms of single ones."""
     parts: dict[str, list[Tensor]] = {}
     for parameter, value in norms.items():
@@ -104,5 +104,4 @@ def outside(scales: Mapping[str, Sequence[float]], bounds: Sequence[float]) -> s
     least, largest = bounds
     far = {name: [v for v in values if not least <= v <= largest] for name, values in scales.items()}
     words = [f"{name} {values[-1]:.1e}" for name, values in far.items() if values]
-    more = f" and {len(words) - NAMED} more" if len(words) > NAMED else ""
-    return ", ".join(words[:NAMED]) + more
+    return listed(words, NAMED)

@@ -18,7 +18,7 @@ from lightning_solo.techniques.gradient_norm.card import CARD, Settings
 from lightning_solo.techniques.gradient_norm.scales import (
     ActivationScales,
     block_names,
-    joined,
+    norms_by_block,
     norms_of,
     on_host,
     outside,
@@ -121,9 +121,9 @@ class GradientNorm(Technique, Settings):
         self._after |= dict(zip(parameters, after.unbind(), strict=True))
 
     def _log(self, trainer: Any) -> None:
-        blocks = joined(self._before, self._names)
+        blocks = norms_by_block(self._before, self._names)
         before = {**self._totals(trainer, self._before), **blocks}
-        after = {**self._totals(trainer, self._after), **joined(self._after, self._names)}
+        after = {**self._totals(trainer, self._after), **norms_by_block(self._after, self._names)}
         norms = {f"gradient_norm/{name}": value for name, value in before.items()}
         norms |= {f"gradient_norm_clipped/{name}": value for name, value in after.items()}
         figures = on_host(norms)

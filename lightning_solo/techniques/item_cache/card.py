@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_solo.cards.budget import budget_setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.units import parse_budget
 
 
-def _not_bytes(budget: int | str) -> str | None:
-    try:
-        parse_budget(budget)
-    except ValueError as error:
-        return str(error).removeprefix(f"{budget!r}: ")
-    return None
-
-
 @dataclass(frozen=True)
 class Settings(TechniqueSettings):
     """Arguments of ItemCache."""
 
-    budget: int | str = setting("4GiB", "most bytes of cached items, such as 16GiB", check=_not_bytes)
+    budget: int | str = budget_setting("most bytes of cached items, such as 16GiB", parse_budget, "4GiB")
     place: str = setting("memory", "host memory, which workers share, or a temporary file", allowed=("memory", "disk"))
     folder: str | None = setting(None, "for place=disk, the file's folder; null: the system's for temporary files")
 

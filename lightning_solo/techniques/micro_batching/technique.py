@@ -17,7 +17,7 @@ from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.data.micro_batch_size import MicroBatchSize
 from lightning_solo.data.micro_batches import MicroBatch, Splitter
 from lightning_solo.data.splitting import is_plain, moved
-from lightning_solo.errors import BudgetError, CheckpointError, ConflictError
+from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, listed
 from lightning_solo.memory.attempts import attempt
 from lightning_solo.nn.rollback import Rollback
 from lightning_solo.optim.window_gradients import WindowGradients
@@ -157,9 +157,8 @@ class MicroBatching(Technique, Settings):
             if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training
         ]
         if layers and self.batch_norm == "refuse":
-            more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
             raise ConflictError(
-                f"callback.micro_batching and BatchNorm ({', '.join(layers[:3])}{more}), whose statistics would be"
+                f"callback.micro_batching and BatchNorm ({listed(layers)}), whose statistics would be"
                 " those of micro-batches; write callback.micro_batching.batch_norm=ghost to allow that, replace the"
                 " layers by GroupNorm, or put them into eval mode"
             )
