@@ -59,19 +59,18 @@ class StatePlacement:
             return
         parameters, self._unplaced = self._unplaced, []
         layouts = {p: self._layout(p) for p in parameters}
-        if (
-            self._budget_left is None and self._budget == "auto"
-        ):  # until it is settled: the states that the host has no room for
-            self._budget_left = max(0, sum(map(bytes_of, layouts.values())) - host_slabs.host_room())
-        elif self._budget_left is None:
-            self._budget_left = int(self._budget or 0)
+        is_auto = self._budget == "auto"  # at least the states stay that the host has no room for
+        if self._budget_left is None:
+            total = sum(map(bytes_of, layouts.values()))
+            self._budget_left = total - host_slabs.host_room() if is_auto else int(self._budget or 0)
         small = {p: layout for p, layout in layouts.items() if p.numel() < moments.LEAST}  # stay in any case
         self._budget_left -= sum(map(bytes_of, small.values()))
         leaving = {}
         for p, layout in layouts.items():
             if p in small:
                 continue
-            if bytes_of(layout) <= self._budget_left:
+            stays = self._budget_left > 0 if is_auto else bytes_of(layout) <= self._budget_left
+            if stays:
                 self._budget_left -= bytes_of(layout)
             else:
                 leaving[p] = layout
