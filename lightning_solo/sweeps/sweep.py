@@ -16,10 +16,10 @@ from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError, listed
 from lightning_solo.machine import versions
 from lightning_solo.processes import Child, ProcessError, start
+from lightning_solo.signals import caught_signals
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.interrupts import caught_signals
 from lightning_solo.sweeps.job_process import JobRequest
 from lightning_solo.sweeps.jobs import Job, Settings, Try, check_folders
 from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED, End, outcome
