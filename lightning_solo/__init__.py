@@ -29,6 +29,7 @@ from lightning_solo.errors import GradientError as GradientError
 from lightning_solo.errors import NothingToDoError as NothingToDoError
 from lightning_solo.errors import PlanError as PlanError
 from lightning_solo.errors import PresetError as PresetError
+from lightning_solo.errors import RefusedStepError as RefusedStepError
 from lightning_solo.errors import SoloError as SoloError
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ SoloError
 ├── CheckpointError   (RuntimeError)  no valid checkpoint, or one that this run can't continue
 ├── PlanError         (RuntimeError)  a module whose training can't be predicted
 └── GradientError     (RuntimeError)  a gradient that no step should use: infinite, NaN, sparse, or computed twice
+    └── RefusedStepError                a step whose loss or gradients aren't finite, or whose loss is a spike
 ```
 """
 
@@ -77,6 +78,19 @@ class GradientError(SoloError, RuntimeError):
         if self.step is None:
             self.step, self.batch_idx = step, batch_idx
             self.args = (f"{self} (optimizer step {step}, batch {batch_idx} of epoch {epoch}, counted from 0)",)
+
+
+class RefusedStepError(GradientError):
+    """A step that must not be taken: its loss or a gradient is infinite or NaN, or its loss is a spike.
+
+    Attributes:
+        reason: the message without the place in a fit.
+        touched: whether weights were changed all the same, before the gradient was known.
+    """
+
+    def __init__(self, message: str, *, touched: bool = False) -> None:
+        super().__init__(message)
+        self.reason, self.touched = message, touched
 
 
 def nearest(given: str, allowed: Iterable[str]) -> str:

@@ -61,11 +61,20 @@ class Rollback:
             self._collect()
         for values in self._values:
             values.save()
-        self._states = [generator.get() for generator in self._generators]
+        self._states = self.random_states()
+
+    def random_states(self) -> list[Any]:
+        """Return the current states of the random generators."""
+        return [generator.get() for generator in self._generators]
+
+    def set_random_states(self, states: list[Any]) -> None:
+        """Set the states of the random generators to those that `random_states` returned."""
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.put(state)
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the saved state; a second call restores it again.
+    def restore(self, *, random: bool = True) -> None:
+        """Restore the saved state, or all of it but random numbers; a second call restores it again.
 
         Raises:
             ConflictError: a buffer that wasn't copied has changed, or belongs to a module that replaced another one.
@@ -78,12 +87,12 @@ class Rollback:
             if id(module) not in known and module._buffers:
                 raise ConflictError(
                     f"{path} has taken the place of another module, and its buffers can't be put back after a step that"
-                    " ran out of memory: resume from the last checkpoint with a smaller micro-batch"
+                    " is undone: resume from the last checkpoint; if it ran out of memory, with a smaller micro-batch"
                 )
         for values in self._values:
             values.restore()
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.put(state)
+        if random:
+            self.set_random_states(self._states)
 
     def seed(self, seed: int) -> None:
         """Seed all random generators that `restore` restores."""
@@ -224,8 +233,8 @@ class _Values:
         lost = [place for place, in_place in self._changed_constants() if in_place]
         if lost:
             raise ConflictError(
-                f"{lost[0]} changed in a step that ran out of memory, for the first time, and can't be put back:"
-                " resume from the last checkpoint with a smaller micro-batch"
+                f"{lost[0]} changed for the first time in a step that is undone, and can't be put back: resume from the"
+                " last checkpoint; if the step ran out of memory, with a smaller micro-batch"
             )
         for place, value in zip(self._constant + self._changing, self._constants + self._values, strict=True):
             if value is _ABSENT:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_solo.errors import GradientError
+from lightning_solo.errors import GradientError, RefusedStepError
 from lightning_solo.optim.operator_kernels import all_finite
 from lightning_solo.optim.param_groups import name_in
 
@@ -29,7 +29,7 @@ def require_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tenso
     """Check that no gradient of an optimizer's parameters is sparse, infinite or NaN; waits for the device once.
 
     Raises:
-        GradientError: one is sparse, infinite or NaN; names the first.
+        GradientError: one is sparse, or a `RefusedStepError`: one is infinite or NaN; names the first.
     """
     pairs = list(gradients)
     require_dense(optimizer, pairs)
@@ -41,7 +41,12 @@ def require_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tenso
 
 
 def not_finite(
-    optimizer: Optimizer, parameter: Tensor, consequence: str = "no weight has been touched"
-) -> GradientError:
-    """Return the error of a parameter whose gradient isn't finite."""
-    return GradientError(f"the gradient of {name_in(optimizer, parameter)} is not finite; {consequence}")
+    optimizer: Optimizer,
+    parameter: Tensor,
+    consequence: str = "no weight has been touched",
+    *,
+    touched: bool = False,
+) -> RefusedStepError:
+    """Return the error of a parameter whose gradient isn't finite; ``touched`` if weights have been changed."""
+    message = f"the gradient of {name_in(optimizer, parameter)} is not finite; {consequence}"
+    return RefusedStepError(message, touched=touched)

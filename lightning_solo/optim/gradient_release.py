@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_solo.errors import GradientError, PresetError
+from lightning_solo.errors import GradientError, PresetError, RefusedStepError
 from lightning_solo.optim import kernels
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.gradient_checks import not_finite, require_dense
@@ -324,7 +324,7 @@ class StepInBackward:
             gradient = self._sums.on_device(p)
             if gradient.numel() and bool(greatest([gradient])[0].isfinite().logical_not()):
                 raise not_finite(self.optimizer, p)
-        raise GradientError("the norm of all gradients is too large for fp32; no weight has been touched")
+        raise RefusedStepError("the norm of all gradients is too large for fp32; no weight has been touched")
 
     def _name(self, parameter: Tensor) -> str:
         return name_in(self.optimizer, parameter)

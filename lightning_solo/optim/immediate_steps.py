@@ -74,6 +74,7 @@ class ImmediateSteps:
                 first,
                 "it and others have been stepped: resume from a checkpoint; with gradient_clip_val=1.0 (max_norm=1.0 of"
                 " StepInBackward) gradients are kept and checked before any step",
+                touched=True,
             )
 
     def forget(self) -> None:
@@ -119,7 +120,7 @@ class ImmediateSteps:
             before = len(self._stepped) - len(pairs) - len(self._waiting)
             self.forget()
             touched = f"{before} parameters before it have been stepped" if before else "no weight has been touched"
-            raise not_finite(self._optimizer, first, touched)
+            raise not_finite(self._optimizer, first, touched, touched=before > 0)
 
 
 def clamped(gradient: Tensor, bound: float) -> Tensor:

@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any
 from weakref import proxy
 
+from torch import nn
+
 from lightning_solo.attributes import replaced
 from lightning_solo.data.epoch_batches import EpochBatches
 from lightning_solo.seams.homes import part
@@ -328,6 +330,80 @@ def logged(trainer: Any) -> Callable[..., None]:
 def fetcher(trainer: Any) -> Any:
     """Return the object that fetches training batches; it holds one or two of them."""
     return trainer.fit_loop._data_fetcher
+
+
+@contextmanager
+def guarded_batches(trainer: Any, around: Callable[..., Any], skipped: Callable[[], bool]) -> Iterator[None]:
+    """Replace the work on each training batch of automatic optimization by ``around(stock, ...)``.
+
+    After a batch for which ``skipped()`` is true, no scheduler steps that steps with each optimizer step, and the step
+    isn't counted.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    optimization, schedulers = loop.automatic_optimization, loop.update_lr_schedulers
+
+    def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+        if not (interval == "step" and skipped()):
+            schedulers(interval, update_plateau_schedulers=update_plateau_schedulers)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = around(stock, *args, **kwargs)
+        if skipped():
+            progress = optimization.optim_progress.optimizer.step
+            for count in (progress.total, progress.current):
+                count.ready = count.completed
+        return result
+
+    stock = optimization.run
+    with replaced(optimization, "run", run), replaced(loop, "update_lr_schedulers", update_lr_schedulers):
+        yield
+
+
+def steps_through(strategy: Any, around: Callable[..., Any]) -> Any:
+    """Replace the strategy's step of an optimizer by ``around(stock, ...)``, outside of the techniques' seams."""
+    return replaced(strategy, "optimizer_step", partial(around, strategy.optimizer_step))
+
+
+def before_updates(precision: Any, look: Callable[[Any], None]) -> Any:
+    """Call ``look(optimizer)`` after hooks and clipping, just before the optimizer updates weights."""
+    stock = precision._after_closure
+
+    def after_closure(model: Any, optimizer: Any) -> None:
+        stock(model, optimizer)
+        look(optimizer)
+
+    return replaced(precision, "_after_closure", after_closure)
+
+
+@contextmanager
+def clipped_norms(precision: Any, record: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call ``record(optimizer, norm)`` with the norm of all gradients where Lightning clips by it."""
+    if type(precision).clip_grad_by_norm.__qualname__ != "Precision.clip_grad_by_norm":  # a precision of the user's
+        yield
+        return
+
+    def clip_grad_by_norm(optimizer: Any, clip_val: float) -> None:
+        record(optimizer, nn.utils.clip_grad_norm_(precision.main_params(optimizer), clip_val))
+
+    with replaced(precision, "clip_grad_by_norm", clip_grad_by_norm):
+        yield
+
+
+def saves_refused(trainer: Any, refuse: Callable[[bool], None]) -> Any:
+    """Replace saving of checkpoints by ``refuse(fails)``, where ``fails`` says whether the fit is just failing."""
+    return replaced(trainer, "save_checkpoint", lambda *_, **__: refuse(trainer.state.stage is not None))
+
+
+def scaler_of(precision: Any) -> Any:
+    """Return the scaler of losses under ``16-mixed``; None under another precision."""
+    return getattr(precision, "scaler", None)
+
+
+def forget_unscaling(precision: Any, optimizer: Any) -> None:
+    """Let the scaler unscale an optimizer's gradients again, after a step that was not taken."""
+    scaler = scaler_of(precision)
+    if scaler is not None:
+        scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 def after_closure(precision: Any, module: Any, optimizer: Any) -> None:

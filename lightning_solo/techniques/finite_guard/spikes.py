@@ -1,0 +1,42 @@
+"""Find losses that are far above those of the last steps."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+
+STEPS = 128
+"""Losses that the mean and the standard deviation are taken of."""
+LEAST = 64
+"""Losses before which nothing is a spike."""
+SIGMAS = 6.0
+"""Standard deviations above the mean from which a loss is a spike."""
+LEAST_SIGMA = 1e-3
+"""Least standard deviation, as a share of the mean: where losses are equal, a rounding is no spike."""
+
+
+class Spikes:
+    """The losses of the last steps.
+
+    >>> losses = Spikes()
+    >>> for step in range(64):
+    ...     losses.add(1.0 + step % 2)
+    >>> losses.bound()
+    4.5
+    """
+
+    def __init__(self, losses: Iterable[float] = ()) -> None:
+        self.losses: deque[float] = deque(losses, maxlen=STEPS)
+
+    def add(self, loss: float) -> None:
+        """Add the loss of a step."""
+        self.losses.append(loss)
+
+    def bound(self) -> float:
+        """Return the largest loss that isn't a spike; infinity before there are enough losses."""
+        if len(self.losses) < LEAST:
+            return math.inf
+        mean = math.fsum(self.losses) / len(self.losses)
+        variance = math.fsum((loss - mean) ** 2 for loss in self.losses) / len(self.losses)
+        return mean + SIGMAS * max(math.sqrt(variance), LEAST_SIGMA * abs(mean))

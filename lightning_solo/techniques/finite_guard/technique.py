@@ -1,0 +1,420 @@
+"""Finite guard: loss and gradients are looked at before an optimizer changes weights."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_solo.errors import CheckpointError, ConflictError, RefusedStepError
+from lightning_solo.nn.non_finite import explain
+from lightning_solo.nn.rollback import Rollback, attributes_kept
+from lightning_solo.optim.operator_kernels import all_finite
+from lightning_solo.optim.param_groups import parameters_of
+from lightning_solo.optim.split_optimizer import SplitOptimizer
+from lightning_solo.seams import patches
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.finite_guard.card import CARD, Settings
+from lightning_solo.techniques.finite_guard.spikes import SIGMAS, STEPS, Spikes
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of ``training_step`` in the current window.
+
+    Attributes:
+        arguments: batch and index, as ``training_step`` got them.
+        place: epoch and index of the batch.
+        random: states of the random generators before it.
+        losses: what backward got of it, divided by the accumulation factor.
+    """
+
+    arguments: tuple[Any, ...]
+    place: tuple[int, int]
+    random: list[Any]
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class FiniteGuard(Technique, Settings):
+    """Keeps a loss or gradient that is infinite or NaN from the weights, and names the module that it came from.
+
+    With ``policy=stop`` the fit raises `RefusedStepError`; parameters, optimizer states, schedulers and buffers are as
+    before the step. With ``policy=skip_window`` the step and its batches are dropped: neither ``global_step`` nor
+    schedulers that step with it count them. Random numbers go on.
+
+    Attributes:
+        skipped_windows: steps that were skipped in this fit.
+        skipped_by_scaler: steps that the scaler of ``16-mixed`` skipped in this fit, to find a loss scale.
+
+    Raises:
+        PresetError: an argument is out of range.
+    """
+
+    phase = CARD.phase
+
+    def _init_state(self) -> None:
+        self.skipped_windows = self.skipped_by_scaler = 0
+        self._in_a_row = 0
+        self._skipped_batch = False  # whether the latest batch ended with a skipped step
+        self._stepped = False  # whether an optimizer stepped in this window, for `16-mixed`
+        self._unsaved = ExitStack()  # open after weights were changed by a step that must not be taken
+        self._spikes = Spikes()
+        self._rollback: Rollback | None = None
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._calls: list[_Call] = []
+        self._culprit: _Call | None = None  # whose loss isn't finite
+        self._is_spike = False
+        self._updates = 0  # looks in this window: an optimizer may evaluate several times
+        self._norms: dict[Optimizer, Tensor] = {}  # of all gradients, where they are clipped by it
+        self._mean: float | None = None
+
+    # --- a fit ---
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Join the run of a fit, after which checkpoints are saved again."""
+        super().setup(trainer, pl_module, stage)
+        self._unsaved.close()
+
+    def transform(self, ctx: Run) -> None:
+        """Refuse several processes.
+
+        Raises:
+            ConflictError: there are several; the message says what to write.
+        """
+        if ctx.trainer.world_size > 1:
+            raise ConflictError(
+                f"callback.finite_guard and {ctx.trainer.world_size} processes, each of which would decide for itself;"
+                " write Trainer(devices=1), or ~callback.finite_guard"
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Look at losses and gradients from here on.
+
+        Raises:
+            ConflictError: a step may be skipped, and gradients are used in backward.
+        """
+        ctx = self.ctx
+        assert ctx is not None  # joined in setup
+        if self.skips and ctx.release is not None and ctx.release.immediate:
+            name = "policy" if self.policy == "skip_window" else "spike"
+            raise ConflictError(
+                f"callback.finite_guard.{name}=skip_window and callback.gradient_release, which steps in backward,"
+                " before all gradients are known; write Trainer(gradient_clip_val=1.0), which keeps them until the"
+                f" step, or callback.finite_guard.{name}=stop"
+            )
+        self.skipped_windows = self.skipped_by_scaler = 0
+        self._rollback = None
+        self._skipped_batch = self._stepped = False
+        self._begin_window()
+        precision = ctx.strategy.precision_plugin
+        enter = ctx.undo.enter_context
+        enter(patches.before_updates(precision, partial(self._look, ctx)))
+        enter(patches.clipped_norms(precision, self._record_norm))
+        if pl_module.automatic_optimization:
+            enter(patches.guarded_batches(trainer, partial(self._batch, ctx), lambda: self._skipped_batch))
+        else:
+            enter(patches.steps_through(ctx.strategy, partial(self._manual_step, ctx)))
+        if patches.scaler_of(precision) is not None:
+            for optimizer in trainer.optimizers:
+                ctx.undo.callback(optimizer.register_step_post_hook(self._note_step).remove)
+        ctx.undo.callback(self._stop)
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
+
+    def _stop(self) -> None:
+        self._rollback = None
+        self._begin_window()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin a window."""
+        self._begin_window()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Go on after a skipped step, with its number."""
+        if self._skipped_batch:
+            self._skipped_batch = False
+            patches.correct_logged_steps(trainer)
+
+    # --- looking ---
+
+    def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Note batch, buffers and random numbers, for a second pass."""
+        if self._rollback is None:
+            self._rollback = Rollback(ctx.module, ctx.device)
+        if not ctx.module.automatic_optimization:
+            self._calls.clear()  # a window is not known
+        if not self._calls:
+            self._rollback.save()
+        place = ctx.window.latest or (0, 0)
+        if len(args) > 1 and type(args[1]) is int:
+            place = place[0], args[1]
+        self._calls.append(_Call(args, place, self._rollback.random_states()))
+        return proceed(*args, **kwargs)
+
+    def rewind(self, ctx: Run) -> Callable[[], None]:
+        """Return a function that forgets the calls from now on."""
+        count = len(self._calls)
+
+        def restore() -> None:
+            del self._calls[count:]
+
+        return restore
+
+    def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
+        """Note the loss; look at it now if gradients are used in backward.
+
+        Raises:
+            RefusedStepError: it isn't finite, or a spike.
+        """
+        if self._calls:
+            self._calls[-1].losses.append(loss.detach().reshape(()))
+        if ctx.release is not None and ctx.release.immediate:
+            self._judge(ctx, None)
+        return proceed(loss)
+
+    def _record_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
+        self._norms[optimizer] = norm
+
+    def _look(self, ctx: Run, optimizer: Optimizer) -> None:
+        """Look at losses and gradients before an update.
+
+        Raises:
+            RefusedStepError: one isn't finite, or the loss is a spike.
+        """
+        try:
+            self._judge(ctx, None if patches.scaler_of(ctx.strategy.precision_plugin) else self._finite(optimizer))
+        except RefusedStepError as error:
+            error.touched = error.touched or self._updates > 0
+            raise
+        finally:
+            self._updates += 1
+            self._norms.clear()
+
+    def _finite(self, optimizer: Optimizer) -> Tensor | None:
+        """Return a number that is NaN if a gradient isn't finite; None where the optimizer looks at them itself."""
+        norm = self._norms.get(optimizer)
+        if norm is not None:
+            return norm
+        if isinstance(optimizer, SplitOptimizer):
+            return None
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        full = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+        full = [g for g in full if g.numel()]
+        return torch.where(all_finite(full), 0.0, torch.nan) if full else None
+
+    def _judge(self, ctx: Run, gradients: Tensor | None) -> None:
+        """Wait for the device once, and raise `RefusedStepError` if the step must not be taken."""
+        losses = [(call, loss) for call in self._calls for loss in call.losses]
+        *values, finite = _read([*(loss for _, loss in losses), gradients])
+        for (call, _), value in zip(losses, values, strict=True):
+            if not math.isfinite(value):
+                self._culprit = call
+                raise RefusedStepError(f"the loss is {value}")
+        if not math.isfinite(finite):
+            raise RefusedStepError("a gradient is not finite")
+        if not losses or not ctx.module.automatic_optimization or self.spike == "ignore":
+            return
+        # Lightning divides each loss by the factor
+        self._mean = math.fsum(values) * ctx.window.factor / (ctx.window.held or 1)
+        bound = self._spikes.bound()
+        if self._mean > bound:
+            text = f"the loss {self._mean:.4g} is above {bound:.4g}, {SIGMAS:.0f} sigma above the last {STEPS} steps"
+            if self.spike == "warn":
+                warnings.warn(f"FiniteGuard: {text} (optimizer step {ctx.trainer.global_step})", stacklevel=2)
+            else:
+                self._is_spike = True
+                raise RefusedStepError(text)
+
+    def _which(self, call: _Call) -> str:
+        number, count = self._calls.index(call) + 1, len(self._calls)
+        return f" in micro-batch {number} of {count}" if count > 1 else ""
+
+    # --- deciding ---
+
+    def _batch(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a batch under automatic optimization; skip its step if it must not be taken."""
+        try:
+            result = proceed(*args, **kwargs)
+        except RefusedStepError as error:
+            failure = error
+        else:
+            if ctx.window.is_last:
+                self._end_window(ctx)
+            return result
+        self._decide(ctx, failure, ctx.trainer.optimizers)
+        self._skipped_batch = True
+        return {}
+
+    def _manual_step(self, ctx: Run, proceed: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Step an optimizer under manual optimization, unless the step must not be taken."""
+        try:
+            result = proceed(optimizer, *args, **kwargs)
+        except RefusedStepError as error:
+            failure = error
+        else:
+            self._in_a_row = 0
+            for call in self._calls:
+                call.losses.clear()  # those of the next optimizer follow
+            self._updates = 0
+            return result
+        self._decide(ctx, failure, [optimizer])
+        return None
+
+    def _end_window(self, ctx: Run) -> None:
+        """End a window whose step was taken, or left out by the scaler of ``16-mixed``.
+
+        Raises:
+            RefusedStepError: the loss scale has become too small.
+        """
+        self._in_a_row = 0
+        if self._mean is not None:
+            self._spikes.add(self._mean)
+        self._begin_window()
+        scaler = patches.scaler_of(ctx.strategy.precision_plugin)
+        if scaler is not None and not self._stepped:
+            self._left_out_by(scaler, ctx)
+        self._stepped = False
+
+    def _left_out_by(self, scaler: Any, ctx: Run) -> None:
+        self.skipped_by_scaler += 1
+        scale = scaler.get_scale()
+        counted = {"finite_guard/loss_scale": scale, "finite_guard/skipped_by_scaler": self.skipped_by_scaler}
+        patches.log_metrics(ctx.trainer, counted)
+        if scale < self.min_loss_scale:
+            error = RefusedStepError(
+                f"the loss scale has fallen to {scale:.3g}, below callback.finite_guard.min_loss_scale="
+                f"{self.min_loss_scale}: gradients overflow in fp16 at any scale; write precision=bf16-mixed, or lower"
+                " the learning rate and resume from an earlier checkpoint"
+            )
+            if ctx.window.latest is not None:
+                error.locate(int(ctx.trainer.global_step), *ctx.window.latest)
+            raise error
+
+    def _decide(self, ctx: Run, failure: RefusedStepError, optimizers: Sequence[Optimizer]) -> None:
+        """Drop the window, and return if its step is skipped.
+
+        Raises:
+            RefusedStepError: the run stops.
+        """
+        calls, culprit, is_spike = self._calls, self._culprit, self._is_spike
+        self._drop(ctx, optimizers)
+        cause = None
+        if not is_spike:
+            cause, culprit = self._cause(ctx, [culprit] if culprit is not None else calls, culprit is None)
+        place = ctx.window.latest if culprit is None else culprit.place
+        reason = failure.reason + ("" if culprit is None else self._which(culprit))
+        self._begin_window()
+        policy = self.spike if is_spike else self.policy
+        self._in_a_row += 1
+        text = f"{reason}; {cause}" if cause else reason
+        if policy == "skip_window" and not failure.touched and self._in_a_row <= self.max_skips:
+            self.skipped_windows += 1
+            ctx.info(f"finite_guard: skipped optimizer step {ctx.trainer.global_step}, batch {place}: {text}")
+            patches.log_metrics(ctx.trainer, {"finite_guard/skipped_windows": self.skipped_windows})
+            return
+        error = RefusedStepError(f"{text}; {self._remedy(policy, failure.touched, is_spike)}", touched=failure.touched)
+        if failure.touched:
+            self._unsaved.enter_context(patches.saves_refused(ctx.trainer, self._refuse_save))
+        if place is not None:
+            error.locate(int(ctx.trainer.global_step), *place)
+        raise error from None
+
+    def _refuse_save(self, fails: bool) -> None:
+        text = "its weights were changed with a gradient that is not finite; resume from the last checkpoint"
+        if not fails:
+            raise CheckpointError(f"FiniteGuard: the fit failed, and {text}")
+        warnings.warn(f"FiniteGuard: no checkpoint is saved of the failed fit: {text}", stacklevel=2)
+
+    def _remedy(self, policy: str, touched: bool, is_spike: bool) -> str:
+        if touched:
+            return "weights have been changed: resume from the last checkpoint"
+        if policy == "skip_window":
+            return (
+                f"it is skipped step {self._in_a_row} in a row, and callback.finite_guard.max_skips={self.max_skips}:"
+                " resume from an earlier checkpoint with a lower learning rate, or look at the module"
+            )
+        setting = "spike" if is_spike else "policy"
+        return (
+            "no weight has been changed by this step; repair module or batch, or write"
+            f" callback.finite_guard.{setting}=skip_window to drop such steps"
+        )
+
+    def _drop(self, ctx: Run, optimizers: Sequence[Optimizer]) -> None:
+        """Drop the gradients of the window, and restore buffers, metrics and the scaler."""
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            patches.forget_unscaling(ctx.strategy.precision_plugin, optimizer)
+        if self._rollback is not None and self._calls and ctx.module.automatic_optimization:
+            self._rollback.restore(random=False)
+
+    def _cause(self, ctx: Run, calls: Sequence[_Call], of_gradients: bool) -> tuple[str | None, _Call | None]:
+        """Return in words where the value comes from and the call, by a second pass that leaves no trace."""
+        rollback, found = self._rollback, None
+        only = calls[0] if len(calls) == 1 else None
+        if rollback is None or not ctx.module.automatic_optimization:
+            return None, only
+        now = rollback.random_states()
+        try:
+            for call in calls:
+                rollback.set_random_states(call.random)
+                forward, batch = partial(_loss_of, ctx, call), call.arguments[0]
+                with attributes_kept(ctx.module):
+                    found = explain(ctx.module, batch, forward, of_gradients=of_gradients, root="training_step")
+                if found is not None:
+                    return found, call
+        except Exception as error:  # the first error counts
+            return f"a second pass that looks for the module failed with {type(error).__name__}: {error}", only
+        finally:
+            rollback.restore(random=False)
+            rollback.set_random_states(now)
+        return "a second pass on the same batch was finite", only
+
+    # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses of the last steps, which spikes are compared with, and the skipped steps in a row."""
+        return {"losses": [*self._spikes.losses], "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the saved run's losses.
+
+        Raises:
+            CheckpointError: a key is missing or unknown.
+        """
+        if set(state_dict) != {"losses", "in_a_row"}:
+            raise CheckpointError(
+                f"callback.finite_guard: the checkpoint's state has {', '.join(state_dict)}; expected are losses,"
+                " in_a_row"
+            )
+        self._spikes = Spikes(state_dict["losses"])
+        self._in_a_row = int(state_dict["in_a_row"])
+
+
+def _loss_of(ctx: Run, call: _Call) -> Tensor | None:
+    """Return the loss of a call's batch, without techniques' seams and without logging."""
+    result = patches.step_result(ctx.trainer, *call.arguments)
+    loss: Tensor | None = result["loss"] if isinstance(result, dict) else result
+    return loss
+
+
+def _read(values: Sequence[Tensor | None]) -> list[float]:
+    """Return numbers, 0 for None; waits for a device once."""
+    given = [value for value in values if value is not None]
+    if any(value.device.type != "cpu" for value in given):
+        wide = torch.float64 if any(value.dtype is torch.float64 for value in given) else torch.float32
+        numbers = iter(torch.stack([value.to(wide) for value in given]).tolist())
+    else:
+        numbers = iter([value.item() for value in given])
+    return [0.0 if value is None else next(numbers) for value in values]
