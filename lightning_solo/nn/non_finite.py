@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from lightning_solo.data.nested import leaves
 
 _UNKNOWN = ("empty", "new_empty", "resize")
 """Starts of the names of operators whose output is whatever the memory held."""
@@ -39,7 +37,12 @@ class Origin(NamedTuple):
 
 
 def explain(
-    module: nn.Module, batch: Any, forward: Callable[[], Any], *, of_gradients: bool = False, root: str = "the module"
+    module: nn.Module,
+    batch: Iterable[tuple[str, Tensor]],
+    forward: Callable[[], Tensor | None],
+    *,
+    of_gradients: bool = False,
+    root: str = "the module",
 ) -> str | None:
     """Return in words where a loss, or with ``of_gradients`` a gradient, is first infinite or NaN; None if nowhere.
 
@@ -48,17 +51,17 @@ def explain(
 
     Args:
         module: its submodules are named.
-        batch: the tensors of ``forward``, nested in any way.
+        batch: path and tensor of each part of the batch.
         forward: returns the loss.
         of_gradients: whether backward runs too.
         root: how the module itself is named.
 
     >>> layer = nn.Linear(2, 1)
-    >>> explain(layer, torch.zeros(3, 2), lambda: layer(torch.zeros(3, 2)).log().sum().sqrt() * float("nan"))
+    >>> explain(layer, [], lambda: layer(torch.zeros(3, 2)).log().sum().sqrt() * float("nan"))
     'the first such value comes from aten.log in the module'
     """
-    for path, value in leaves(batch):
-        if isinstance(value, Tensor) and (kinds := _kinds([value], ("nan", "inf"))):
+    for path, value in batch:
+        if kinds := _kinds([value], ("nan", "inf")):
             return f"the batch itself holds {' and '.join(kinds)}{f' in {path}' if path else ''}"
     for what, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, value in named:

@@ -217,7 +217,7 @@ def test_a_parameter_that_is_nan_is_named(make_trainer: Make) -> None:
     module = module_of(lightning.pytorch)
     with torch.no_grad():
         module.net.block.up.bias[3] = math.nan
-    with pytest.raises(RefusedStepError, match=mentions("the parameter net.block.up.bias was not finite before")):
+    with pytest.raises(RefusedStepError, match=mentions("net.block.up.bias", "parameter")):
         fit(make_trainer, FiniteGuard(), module=module)
 
 
@@ -237,7 +237,7 @@ def test_released_gradients_without_clipping(make_trainer: Make, tmp_path: Path)
     module = module_of(lightning.pytorch)
     module.net.head = nn.Sequential(nn.Linear(WIDTH, 1024), nn.Linear(1024, 1))  # large enough to step at once
     with (
-        pytest.warns(UserWarning, match="FiniteGuard: no checkpoint is saved"),
+        pytest.warns(UserWarning, match=mentions("FiniteGuard", "checkpoint")),
         pytest.raises(RefusedStepError) as raised,
     ):
         fit(

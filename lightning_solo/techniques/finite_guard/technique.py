@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_solo.data.nested import leaves
 from lightning_solo.errors import CheckpointError, ConflictError, RefusedStepError
 from lightning_solo.nn.non_finite import explain
 from lightning_solo.nn.rollback import Rollback, attributes_kept
@@ -369,7 +370,8 @@ class FiniteGuard(Technique, Settings):
         try:
             for call in calls:
                 rollback.set_random_states(call.random)
-                forward, batch = partial(_loss_of, ctx, call), call.arguments[0]
+                forward = partial(_loss_of, ctx, call)
+                batch = [(path, leaf) for path, leaf in leaves(call.arguments[0]) if isinstance(leaf, Tensor)]
                 with attributes_kept(ctx.module):
                     found = explain(ctx.module, batch, forward, of_gradients=of_gradients, root="training_step")
                 if found is not None:
