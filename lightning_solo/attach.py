@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from lightning_solo.build import build_callbacks, trainer_arguments
 from lightning_solo.cards.configuration import Chosen
-from lightning_solo.errors import PresetError
+from lightning_solo.errors import PresetError, nearest
 from lightning_solo.presets.compose import Preset, compose, compose_yaml
 from lightning_solo.presets.files import descriptions, preset_files
 from lightning_solo.requirements import check_machine
@@ -27,6 +27,7 @@ def trainer_kwargs(
     module: Any = None,
     batch: Any = None,
     trainer: Mapping[str, Any] | None = None,
+    **unknown: Any,
 ) -> dict[str, Any]:
     """Return the Trainer arguments of a preset: ``L.Trainer(**trainer_kwargs("bf16"))``.
 
@@ -44,6 +45,7 @@ def trainer_kwargs(
         batch: for ``auto`` only: one micro-batch for ``training_step``; by default the first batch of the module's
             ``train_dataloader``.
         trainer: for ``auto`` only: your other Trainer arguments, such as ``{"gradient_clip_val": 1.0}``.
+        unknown: refused.
 
     Raises:
         BudgetError: ``auto`` finds no preset that fits.
@@ -51,7 +53,10 @@ def trainer_kwargs(
         PresetError: an unknown preset, field or argument, or an impossible value.
         ConflictError: two choices that cannot be combined.
         CapabilityError: this machine lacks what the preset needs.
+        TypeError: it has no argument of that name.
     """
+    if unknown:
+        raise TypeError(_unknown_argument(*next(iter(unknown.items())), preset))
     configuration = compose(preset, overrides, allow=allow)
     if configuration.auto is not None:
         if module is None:
@@ -64,6 +69,14 @@ def trainer_kwargs(
         _, configuration, plan = choose(configuration, module, batch, check=check, trainer=trainer, allow=allow)
         callbacks = [*callbacks, *checks(plan)]
     return trainer_arguments(configuration, callbacks=callbacks, lightning=lightning)
+
+
+def _unknown_argument(name: str, value: Any, preset: Preset) -> str:
+    own = nearest(name, ("overrides", "callbacks", "allow", "lightning", "module", "batch", "trainer"))
+    merged = (
+        f"the Trainer's own arguments are merged with a preset's by solo.trainer({{{name!r}: {value!r}}}, {preset!r})"
+    )
+    return f"trainer_kwargs has no argument {name}={value!r}{own}{merged}"
 
 
 def callbacks(

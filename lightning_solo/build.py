@@ -53,7 +53,7 @@ def trainer_arguments(
         _of_kind(callback, "callback", f"callbacks[{index}]")
     _refuse_twice(ours, callbacks)
     advise = functools.partial(presets_that_fit, check=functools.partial(check_machine, lightning=lightning))
-    arguments["callbacks"] = [PresetGuard(arguments, advise, configuration.summary), *ours.values(), *callbacks]
+    arguments["callbacks"] = [PresetGuard(arguments, advise, configuration), *ours.values(), *callbacks]
     return arguments
 
 

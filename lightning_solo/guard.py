@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.checkpoint_files import loaded
 from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
@@ -34,17 +35,17 @@ class PresetGuard(Callback):
     Args:
         promised: the preset's Trainer arguments.
         advise: returns the presets that would fit the module, for the message of a BudgetError.
-        summary: name and contents of the preset, which are logged when a fit starts.
+        configuration: the preset; its summary is logged when a fit starts.
     """
 
     def __init__(
         self,
         promised: Mapping[str, Any],
         advise: Callable[[LightningModule], str] | None = None,
-        summary: str = "",
+        configuration: Configuration | None = None,
     ) -> None:
         self.promised = dict(promised)
-        self.summary = summary
+        self.configuration = configuration
         self._advise = advise
         self._factor = 1  # batches per optimizer step without the preset
         self._samples: int | None = None  # of the first batch
@@ -66,14 +67,15 @@ class PresetGuard(Callback):
         for name, value, actual in self._differences(trainer):
             if name == "devices":
                 raise ConflictError(f"Trainer(devices={actual}): lightning-solo is for one device, devices=1")
-            raise ConflictError(contradiction(name, actual, value))
+            accepted = self.configuration is not None and self.configuration.accepts(name, actual)
+            raise ConflictError(contradiction(name, actual, value, accepted))
         device = trainer.strategy.root_device.type
         if self.promised.get("accelerator") == "cuda" and device != "cuda":
             raise CapabilityError(
                 f"the preset needs a CUDA device, but the Trainer runs on {device}; drop accelerator="
             )
-        if self.summary and self._is_first:
-            rank_zero_info(f"lightning-solo: {self.summary}")
+        if self.configuration is not None and self._is_first:
+            rank_zero_info(f"lightning-solo: {self.configuration.summary}")
         self._undo.enter_context(patches.checkpoint_reads(trainer.strategy, lambda stock: partial(loaded, stock)))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

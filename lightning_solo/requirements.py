@@ -18,72 +18,75 @@ def check_machine(configuration: Configuration, lightning: str = "lightning.pyto
     """Refuse a configuration that this machine can't run, before Lightning is imported.
 
     Raises:
-        CapabilityError: a dependency is too old or malicious, or a CUDA device, native bf16 or a package is missing.
+        CapabilityError: a dependency is too old or malicious, or a CUDA device, native bf16 or a package is missing;
+            names all that is missing.
     """
-    check_versions(lightning)
+    if missing := lacks(configuration, lightning):
+        raise CapabilityError("\n".join(missing))
+
+
+def lacks(configuration: Configuration, lightning: str = "lightning.pytorch") -> list[str]:
+    """Return what this machine lacks to run a configuration, each with the remedy."""
+    missing = outdated(lightning)
     for requirement, words in configuration.requirements():
-        require(requirement, words)
+        missing += filter(None, [lack(requirement, words)])
     import torch
 
     wants_bf16 = configuration.precision in ("bf16-mixed", "bf16-true")
     if wants_bf16 and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
-        name = torch.cuda.get_device_name()
-        raise CapabilityError(
-            f"precision={configuration.precision}: {name} has no native bf16 (Ampere or newer has); use the preset"
-            " 'fp16'"
+        missing.append(
+            f"precision={configuration.precision}: {torch.cuda.get_device_name()} has no native bf16 (Ampere or newer"
+            " has); use the preset 'fp16'"
         )
+    return missing
 
 
-def require(requirement: Requirement, words: str) -> None:
-    """Refuse a machine that doesn't meet a requirement.
-
-    Raises:
-        CapabilityError: the message names what is missing, and has ``words`` as the remedy.
-    """
+def lack(requirement: Requirement, words: str) -> str | None:
+    """Return what this machine lacks to meet a requirement, with ``words`` as the remedy; None if it meets it."""
     if requirement.kind == "cuda":
         import torch
 
-        if not torch.cuda.is_available():
-            raise CapabilityError(f"no CUDA device on this machine: {words}")
-    elif requirement.kind == "check":
-        if missing := resolve_name(requirement.name)():
-            raise CapabilityError(f"{words}: {missing}")
-    elif requirement.kind == "compiler" and cxx_compiler() is None:
-        raise CapabilityError(f"no C++ compiler on this machine: {words}")
-    elif requirement.kind == "package":
-        _require_package(PackageRequirement(requirement.name), words)
+        return None if torch.cuda.is_available() else f"no CUDA device on this machine: {words}"
+    if requirement.kind == "check":
+        missing = resolve_name(requirement.name)()
+        return f"{words}: {missing}" if missing else None
+    if requirement.kind == "compiler":
+        return None if cxx_compiler() else f"no C++ compiler on this machine: {words}"
+    wanted = PackageRequirement(requirement.name)
+    version = installed(wanted.name)
+    if version is not None and wanted.specifier.contains(version, prereleases=True):
+        return None
+    found = "is not installed" if version is None else f"{version} is installed"
+    return f'{wanted.name} {found}: {words}; write: pip install "{wanted}"'
 
 
-def _require_package(wanted: PackageRequirement, words: str) -> None:
+def installed(package: str) -> str | None:
+    """Return the version of an installed package; None if it isn't installed."""
     try:
-        version = importlib.metadata.version(wanted.name)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        raise CapabilityError(f'{wanted.name} is not installed: {words}; write: pip install "{wanted}"') from None
-    if not wanted.specifier.contains(version, prereleases=True):
-        raise CapabilityError(f'{wanted.name} {version} is installed: {words}; write: pip install "{wanted}"')
+        return None
 
 
-def check_versions(lightning: str = "lightning.pytorch") -> None:
-    """Refuse dependencies outside the declared ranges, which exclude two malicious releases of lightning.
+def outdated(lightning: str = "lightning.pytorch") -> list[str]:
+    """Return a message for each dependency outside its declared range, which excludes two malicious releases.
 
-    Raises:
-        CapabilityError: names the package, its version, the range and the command.
+    The message names the package, its version, the range and the command.
     """
     try:
         declared = importlib.metadata.requires("lightning-solo") or []
     except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-        return
+        return []
     if lightning == "pytorch_lightning":  # the other home has the same versions, the malicious ones too
         declared = [*declared, *(f"pytorch-{line}" for line in declared if re.match(r"lightning\b", line))]
-    for requirement in map(PackageRequirement, declared):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+    messages = []
+    for wanted in map(PackageRequirement, declared):
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:  # its user reports it
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            raise CapabilityError(
-                f"{requirement.name} {version} is installed, lightning-solo needs {requirement.specifier}; "
-                f'write: pip install "{requirement.name}{requirement.specifier}"'
+        version = installed(wanted.name)  # the user of a missing package reports it
+        if version is not None and not wanted.specifier.contains(version, prereleases=True):
+            messages.append(
+                f"{wanted.name} {version} is installed, lightning-solo needs {wanted.specifier}; "
+                f'write: pip install "{wanted.name}{wanted.specifier}"'
             )
+    return messages

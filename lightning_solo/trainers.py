@@ -14,7 +14,7 @@ from lightning_solo.cards.arguments import Parameter, check_arguments
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.presets import old_spellings
 from lightning_solo.presets.compose import Preset, composes
-from lightning_solo.presets.parse import PRECISIONS, contradiction, refuse_foreign_targets, targets
+from lightning_solo.presets.parse import PRECISIONS, contradiction, overriding, refuse_foreign_targets, targets
 from lightning_solo.presets.signature import parameters
 from lightning_solo.presets.targets import instantiate
 
@@ -109,10 +109,6 @@ def merged(
     Raises:
         ConflictError: both set an argument, to different values.
     """
-
-    def accepts(override: str) -> bool:
-        return composes(preset, [*overrides, override], allow)
-
     arguments = {**given, **ours}
     for name in given.keys() & ours.keys() - {"callbacks"}:
         value = given[name]
@@ -123,7 +119,8 @@ def merged(
                 raise ConflictError(f"trainer.devices={value!r}: a preset trains on one device; write devices=1")
             arguments[name] = value
         elif (name, value, ours[name]) != ("accelerator", "gpu", "cuda"):
-            raise ConflictError(contradiction(name, value, ours[name], accepts))
+            accepted = composes(preset, [*overrides, overriding(name, value)], allow)
+            raise ConflictError(contradiction(name, value, ours[name], accepted))
     return arguments
 
 

@@ -193,3 +193,17 @@ def test_misspelt_name_of_the_package_has_the_nearest() -> None:
     for given, right in [("CompactSates", "CompactStates"), ("trainer_kwarg", "trainer_kwargs"), ("plans", "plan")]:
         with pytest.raises(AttributeError, match=nearest(right)):
             getattr(solo, given)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ({"precision": "32-true"}, ["precision='32-true'", "solo.trainer({'precision': '32-true'}, 'bf16')"]),
+        ({"override": ["precision=32-true"]}, ["override=", "did you mean 'overrides'?"]),
+    ],
+)
+def test_argument_that_trainer_kwargs_does_not_have_is_refused_with_what_to_write(
+    argument: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(TypeError, match=mentions(*words)):
+        solo.trainer_kwargs("bf16", **argument)

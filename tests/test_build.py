@@ -11,7 +11,7 @@ import pytest
 import lightning_solo as solo
 from lightning_solo import build
 from lightning_solo.presets.compose import compose
-from lightning_solo.requirements import check_machine, check_versions
+from lightning_solo.requirements import check_machine, lacks, outdated
 from lightning_solo.zero import extension
 from tests.messages import mentions, nearest
 
@@ -110,10 +110,27 @@ def test_dependency_that_is_too_old_or_compromised_is_refused(
     declared = ["torch>=2.10", "lightning>=2.6.6,<3", "hydra-core>=1.3.8,<1.5", "pytest; extra == 'test'"]
     true_version = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: declared)
-    check_versions()
+    assert outdated() == []
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == package else true_version(name))
     with pytest.raises(solo.CapabilityError, match=f"{package} {version} is installed.*pip install"):
-        check_versions()
+        check_machine(compose("baseline"))
+
+
+def test_all_that_a_preset_lacks_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is what `doctor` shows."""
+    monkeypatch.setattr("lightning_solo.requirements.installed", lambda package: "0.1" if package == "torch" else None)
+    monkeypatch.setattr("lightning_solo.requirements.cxx_compiler", lambda: None)
+    lines = lacks(
+        compose(
+            {"precision": "bf16-mixed", "callback": {"regional_compilation": {}}, "strategy": {"name": "zero_offload"}}
+        )
+    )
+    assert [line.split(" is ")[0] for line in lines[:1]] == ["torch 0.1"]
+    assert any("C++ compiler" in line for line in lines)
+    assert any(line.startswith("no CUDA device") for line in lines)
+    with pytest.raises(solo.CapabilityError) as refused:
+        check_machine(compose("zero_offload"))
+    assert str(refused.value).count("\n") >= 1
 
 
 def test_nvme_without_libaio_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

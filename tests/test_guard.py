@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lightning_solo as solo
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import BudgetError, CapabilityError, CheckpointError, ConflictError
 from lightning_solo.guard import PresetGuard
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
@@ -45,9 +46,17 @@ def test_lets_through_what_was_promised(home: ModuleType, make_trainer: Callable
 def test_stops_a_run_in_which_something_was_lost(
     home: ModuleType, make_trainer: Callable[..., Any], promised: dict[str, Any], words: list[str]
 ) -> None:
-    trainer = make_trainer(home, callbacks=[PresetGuard(promised)])
+    trainer = make_trainer(home, callbacks=[PresetGuard(promised, configuration=Configuration())])
     with pytest.raises(ConflictError, match=mentions(*words)):
         fit(home, trainer)
+
+
+def test_override_that_the_preset_refuses_is_not_proposed(home: ModuleType) -> None:
+    kwargs = {**solo.trainer_kwargs("compact", lightning=home.__name__), "precision": "32-true"}
+    trainer = home.Trainer(**kwargs, accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=1)
+    with pytest.raises(ConflictError, match=mentions("trainer.precision='32-true'", "drop precision")) as caught:
+        fit(home, trainer)
+    assert "overrides=" not in str(caught.value)
 
 
 def test_gpu_precision_is_refused_on_another_device(home: ModuleType, make_trainer: Callable[..., Any]) -> None:

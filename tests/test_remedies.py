@@ -345,7 +345,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "report/charts.py": 1,
         "report/page.py": 2,
         "report/write.py": 1,
-        "requirements.py": 3,
+        "requirements.py": 2,
         "sweeps/jobs.py": 5,
         "sweeps/search.py": 3,
         "sweeps/search_settings.py": 2,

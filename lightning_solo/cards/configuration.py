@@ -175,6 +175,18 @@ class Configuration:
         for message in self._conflicts():
             raise ConflictError(message)
 
+    def accepts(self, name: str, value: Any) -> bool:
+        """Return whether a field of the Trainer may have another value; the field "strategy" may only be removed."""
+        if name == "strategy":
+            kept = replace(
+                self,
+                techniques=tuple(part for part in self.techniques if part.option != name),
+                foreign=tuple(part for part in self.foreign if part.option != name),
+            )
+        else:
+            kept = replace(self, **{name: value})
+        return not any(kept._conflicts())
+
     def _conflicts(self) -> Iterator[str]:
         for one, other in combinations(self.techniques, 2):
             if one.card.name == other.card.name:

@@ -15,7 +15,7 @@ from lightning_solo.machine import PACKAGES, cxx_compiler, host_memory, ninja_ex
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.spelling import on_command_line
-from lightning_solo.requirements import check_machine
+from lightning_solo.requirements import lacks
 from lightning_solo.tables import Cell, Table, terminal
 from lightning_solo.units import format_bytes
 
@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     if arguments:
         raise PresetError(f"doctor takes --build or nothing, got {' '.join(arguments)!r}")
     machine = {**dict.fromkeys(PACKAGES, "not installed"), **versions(), **hardware(), **tools()}
-    presets = {name: lacks(name) or "ready" for name in sorted(preset_files())}
+    presets = {name: lacking(name) or "ready" for name in sorted(preset_files())}
     console = Console()
     console.print(terminal(table("", ("", " "), machine), (" ",), headings=False))
     console.print()
@@ -112,10 +112,10 @@ def tools() -> dict[str, str]:
     }
 
 
-def lacks(preset: str) -> str | None:
-    """Return the reason why this machine can't run a preset, or None if it can."""
+def lacking(preset: str) -> str:
+    """Return all that this machine lacks to run a preset, or why the preset is refused; empty if it can run it."""
     try:
-        check_machine(compose(preset))
+        missing = lacks(compose(preset))
     except SoloError as error:
-        return on_command_line(str(error))
-    return None
+        missing = [str(error)]
+    return on_command_line("\n".join(missing))

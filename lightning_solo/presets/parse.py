@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -111,7 +111,9 @@ def check_node(node: object, option: str, allow: Sequence[str]) -> Mapping[str, 
         PresetError: the node is no mapping, has no name, or has a target that isn't allowed.
     """
     if not isinstance(node, Mapping):
-        raise PresetError(f"{option}={node!r}: must be a mapping of arguments, such as {option}.<argument>=...")
+        is_name = node in catalogue().group(option)
+        example = f"{option}.name={node}; in Python and YAML {{'name': {node!r}}}" if is_name else ""
+        raise PresetError(f"{option}={node!r}: must be a mapping, such as {example or f'{option}.<argument>=...'}")
     refuse_foreign_targets(node, option, allow)
     if not ("_target_" in node or "name" in node or "." in option):
         names = NAMES.get(option) or catalogue().group(option)
@@ -210,17 +212,21 @@ def unknown_field(name: str, value: object = UNKNOWN, marks: str = "") -> str:
     return f"{message}; a Trainer's own argument goes to it: L.Trainer(**trainer_kwargs(...), {keyword})"
 
 
-def contradiction(name: str, given: Any, ours: Any, accepts: Callable[[str], bool] = lambda _: True) -> str:
+def contradiction(name: str, given: Any, ours: Any, accepted: bool) -> str:
     """Return the message for an argument that the Trainer got and the preset sets to another value.
 
-    ``accepts`` returns whether the preset accepts an override, which is proposed then.
+    ``accepted``: whether the preset accepts the Trainer's value, so that an override is proposed; see `overriding`.
     """
-    override = "~strategy" if name == "strategy" else f"{name}={given}"
-    remedy = f", or write overrides=['{override}']" if name in FIELDS and accepts(override) else ""
+    remedy = f", or write overrides=['{overriding(name, given)}']" if name in FIELDS and accepted else ""
     return (
         f"trainer.{name}={_described(given)}, and the preset sets {name}={_described(ours)}: drop {name} from the"
         f" Trainer's arguments{remedy}"
     )
+
+
+def overriding(name: str, value: Any) -> str:
+    """Return the override by which a preset leaves a Trainer's argument to another value."""
+    return "~strategy" if name == "strategy" else f"{name}={value}"
 
 
 def _described(value: Any) -> str:

@@ -66,6 +66,12 @@ def up_to(max_bytes: int, files: list[tuple[str, Path]]) -> list[tuple[str, Path
 
 
 @cache
+def split_sizes(max_bytes: int | None) -> tuple[int, ...]:
+    """Return the bytes of text in the training and in the validation split."""
+    return tuple(sum(path.stat().st_size for path in files) for files in split_files(max_bytes))
+
+
+@cache
 def read_splits(max_bytes: int | None) -> tuple[Tensor, Tensor]:
     """Return the text of both splits as two uint8 tensors."""
     train, validation = (b"".join(path.read_bytes() for path in files) for files in split_files(max_bytes))
@@ -117,8 +123,20 @@ class StdlibText(L.LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if min(context, batch_size) < 1:
-            raise ValueError(f"context={context} and batch_size={batch_size} must be at least 1")
+        counts = {"context": context, "batch_size": batch_size, "validation_batches": validation_batches}
+        for name, value in counts.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if num_workers < 0:
+            raise ValueError(f"num_workers={num_workers} must be at least 0")
+        for split, size in zip(("train", "validation"), split_sizes(max_bytes), strict=True):
+            if size <= context:
+                text = f"the {split} text has {size:,} bytes"
+                less = f" with max_bytes={max_bytes}: give more, or" if max_bytes is not None else ": give"
+                raise ValueError(f"context={context} needs {context + 1:,} bytes, and {text}{less} a smaller context")
+        rows = (split_sizes(max_bytes)[0] - 1) // context
+        if batch_size > rows:
+            raise ValueError(f"batch_size={batch_size}: the train text has {rows} windows of context={context}")
         self.context = context
         self.batch_size = batch_size
         self.max_bytes = max_bytes
@@ -139,12 +157,12 @@ class StdlibText(L.LightningDataModule):
     @property
     def train_windows(self) -> Tensor:
         """All training windows, a view (windows, context + 1)."""
-        return self._windows(0, "train")
+        return windows(read_splits(self.max_bytes)[0], self.context)
 
     @property
     def validation_windows(self) -> Tensor:
         """The windows that validation uses: (windows, context + 1)."""
-        rows = self._windows(1, "validation")
+        rows = windows(read_splits(self.max_bytes)[1], self.context)
         return rows if self.validation_batches is None else spread(rows, self.validation_batches * self.batch_size)
 
     @property
@@ -164,15 +182,6 @@ class StdlibText(L.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[Tensor]:
         return self._loader(self.validation_windows)
-
-    def _windows(self, split: int, name: str) -> Tensor:
-        text = read_splits(self.max_bytes)[split]
-        if len(text) <= self.context:
-            raise ValueError(
-                f"context={self.context} needs more than {len(text)} bytes of {name} text;"
-                f" give a smaller context or, instead of max_bytes={self.max_bytes}, more text"
-            )
-        return windows(text, self.context)
 
     def _loader(self, rows: Tensor, **arguments: object) -> DataLoader[Tensor]:
         # a tensor is a dataset, with a length and rows

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_solo.cli import _show_warning, refuse
 from lightning_solo.cli.command_line import check_command_line
-from lightning_solo.cli.doctor import lacks
+from lightning_solo.cli.doctor import lacking
 from lightning_solo.presets.spelling import on_command_line
 
 
@@ -45,7 +45,7 @@ def test_refusals_and_warnings_are_printed_with_it(capsys: pytest.CaptureFixture
 def test_doctors_remedies_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    said = lacks("offloading")
+    said = lacking("offloading")
     assert said is not None
     option = "solo.callback.activation_offloading.allow_cpu=true"
     assert said.endswith(option)

@@ -77,8 +77,8 @@ def test_unigram_perplexity_by_hand() -> None:
 
 
 def test_too_little_text_is_an_error() -> None:
-    with pytest.raises(ValueError, match=mentions("context=128", "1 bytes", "max_bytes=10")):
-        StdlibText(max_bytes=10).train_dataloader()
+    with pytest.raises(ValueError, match=mentions("context=128", "129 bytes", "0 bytes", "max_bytes=10")):
+        StdlibText(max_bytes=10)
 
 
 def test_without_sources_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
