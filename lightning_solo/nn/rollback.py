@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections import deque
@@ -55,22 +56,13 @@ class Rollback:
         self._states: list[Any] = []
 
     @torch.no_grad()
-    def save(self) -> None:
-        """Save the current state."""
+    def save(self, *, random: bool = True) -> None:
+        """Save the current state, or all of it but random numbers."""
         if [*map(len, self._registers)] != self._lengths:
             self._collect()
         for values in self._values:
             values.save()
-        self._states = self.random_states()
-
-    def random_states(self) -> list[Any]:
-        """Return the current states of the random generators."""
-        return [generator.get() for generator in self._generators]
-
-    def set_random_states(self, states: list[Any]) -> None:
-        """Set the states of the random generators to those that `random_states` returned."""
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.put(state)
+        self._states = [generator.get() for generator in self._generators] if random else []
 
     @torch.no_grad()
     def restore(self, *, random: bool = True) -> None:
@@ -92,12 +84,60 @@ class Rollback:
         for values in self._values:
             values.restore()
         if random:
-            self.set_random_states(self._states)
+            for generator, state in zip(self._generators, self._states, strict=True):
+                generator.put(state)
 
     def seed(self, seed: int) -> None:
         """Seed all random generators that `restore` restores."""
         for generator in self._generators:
             generator.seed(seed)
+
+
+class RandomStates:
+    """States of the random generators that a function draws from: those that its first calls changed.
+
+    Others needn't be read each time: NumPy's takes as long as a small step's look at all gradients.
+
+    >>> states = RandomStates(nn.Module(), torch.device("cpu"))
+    >>> with states.watching():
+    ...     before = states.get(); first = torch.rand(())
+    >>> states.put(before); bool(torch.rand(()) == first)
+    True
+    """
+
+    CALLS = 4
+    """Calls after which a generator that none of them changed is left out."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._generators = [*_common_generators(device), *_generators_in(module.modules())]
+        self._changed: set[int] = set()
+        self._calls = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there have been enough calls to know the generators."""
+        return self._calls >= self.CALLS
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note within this context, around a call, which generators change."""
+        before = [pickle.dumps(generator.get()) for generator in self._generators]
+        yield
+        after = [pickle.dumps(generator.get()) for generator in self._generators]
+        self._changed |= {number for number, state in enumerate(before) if state != after[number]}
+        self._calls += 1
+        if self.is_known:
+            self._generators = [each for number, each in enumerate(self._generators) if number in self._changed]
+
+    def get(self) -> list[tuple[Callable[[Any], Any], Any]]:
+        """Return the states, each after the function that sets it."""
+        return [(generator.put, generator.get()) for generator in self._generators]
+
+    @staticmethod
+    def put(states: Iterable[tuple[Callable[[Any], Any], Any]]) -> None:
+        """Set states that `get` returned."""
+        for set_state, state in states:
+            set_state(state)
 
 
 class _Place(NamedTuple):

@@ -389,6 +389,46 @@ def clipped_norms(precision: Any, record: Callable[[Any, Any], None]) -> Iterato
         yield
 
 
+def saves_noted(strategy: Any, note: Callable[[Any], None]) -> Any:
+    """Call ``note(path)`` after each checkpoint that the strategy has saved."""
+    stock = strategy.save_checkpoint
+
+    def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        stock(checkpoint, filepath, *args, **kwargs)
+        note(filepath)
+
+    return replaced(strategy, "save_checkpoint", save_checkpoint)
+
+
+def go_back(trainer: Any, path: Any) -> int:
+    """Load weights, optimizer states, schedulers, the loss scale and the number of steps; return that number.
+
+    The loaders, the number of the epoch, schedulers that step with it, and other callbacks go on.
+    """
+    connector, strategy = trainer._checkpoint_connector, trainer.strategy
+    by_epoch = [
+        (
+            config.scheduler,
+            config.scheduler.state_dict(),
+            [group["lr"] for group in config.scheduler.optimizer.param_groups],
+        )
+        for config in trainer.lr_scheduler_configs
+        if config.interval == "epoch"
+    ]
+    with replaced(connector, "_loaded_checkpoint", strategy.load_checkpoint(path)):
+        connector.restore_model()
+        connector.restore_precision_plugin_state()
+        connector.restore_optimizers_and_schedulers()
+        steps = int(connector._loaded_checkpoint["global_step"])
+    for scheduler, state, rates in by_epoch:
+        scheduler.load_state_dict(state)
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    progress.ready = progress.completed = steps
+    return steps
+
+
 def saves_refused(trainer: Any, refuse: Callable[[bool], None]) -> Any:
     """Replace saving of checkpoints by ``refuse(fails)``, where ``fails`` says whether the fit is just failing."""
     return replaced(trainer, "save_checkpoint", lambda *_, **__: refuse(trainer.state.stage is not None))

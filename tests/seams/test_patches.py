@@ -357,6 +357,90 @@ PATCHES = re.compile(
 )
 
 
+def test_a_run_goes_back_to_its_checkpoint(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
+    weights: list[Any] = []
+
+    class Back(home.Callback):  # type: ignore[name-defined,misc]
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            weights.append([p.clone() for p in pl_module.parameters()])
+            if batch_idx == 2:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+            if batch_idx == 5:
+                assert patches.go_back(trainer, tmp_path / "saved.ckpt") == 2
+                weights.append([p.clone() for p in pl_module.parameters()])
+
+    trainer = make_trainer(home, callbacks=[Back()])
+    trainer.fit(regression(home), loader(7))
+    assert trainer.global_step == 2 + 2
+    assert all(torch.equal(*pair) for pair in zip(weights[6], weights[2], strict=True))
+    assert not all(torch.equal(*pair) for pair in zip(weights[6], weights[5], strict=True))
+
+
+def test_a_skipped_batch_steps_no_scheduler_and_is_not_counted(home: ModuleType, make_trainer: Make) -> None:
+    trainer, module, skipped = make_trainer(home), regression(home), []
+    loop, seen = trainer.fit_loop.epoch_loop, []
+
+    def configure_optimizers() -> Any:
+        optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step"}]
+
+    def around(stock: Any, optimizer: Any, batch_idx: int, kwargs: Any) -> Any:
+        skipped[:] = [True] if batch_idx == 1 else []
+        seen.append(batch_idx)
+        return {} if skipped else stock(optimizer, batch_idx, kwargs)
+
+    module.configure_optimizers = configure_optimizers
+    own = set(vars(loop)), set(vars(loop.automatic_optimization))
+    with patches.guarded_batches(trainer, around, lambda: bool(skipped)):
+        trainer.fit(module, loader(3))
+    assert seen == [0, 1, 2]
+    assert trainer.global_step == 2
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.25
+    assert (set(vars(loop)), set(vars(loop.automatic_optimization))) == own
+
+
+def test_looks_before_updates_and_norms_that_clipping_computes(home: ModuleType, make_trainer: Make) -> None:
+    trainer, module, calls = make_trainer(home, gradient_clip_val=0.1), regression(home), []
+    module.on_before_optimizer_step = lambda optimizer: calls.append("hook")
+    precision = trainer.strategy.precision_plugin
+    with (
+        patches.before_updates(precision, lambda optimizer: calls.append(type(optimizer).__name__)),
+        patches.clipped_norms(precision, lambda optimizer, norm: calls.append(float(norm) > 0.1)),
+        patches.steps_through(
+            trainer.strategy, lambda stock, *args, **kwargs: calls.append("step") or stock(*args, **kwargs)
+        ),
+    ):
+        trainer.fit(module, loader(1))
+    assert calls == ["step", "hook", True, "AdamW"]
+    assert "_after_closure" not in vars(precision)
+    assert "clip_grad_by_norm" not in vars(precision)
+    assert patches.scaler_of(precision) is None
+
+
+def test_saves_are_noted_or_refused(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
+    trainer, noted, refused = make_trainer(home), [], []
+    trainer.fit(regression(home), loader(1))
+    with patches.saves_noted(trainer.strategy, noted.append):
+        trainer.save_checkpoint(tmp_path / "one.ckpt")
+        with patches.saves_refused(trainer, refused.append):
+            trainer.save_checkpoint(tmp_path / "two.ckpt")
+    assert noted == [tmp_path / "one.ckpt"]
+    assert refused == [False]
+    assert not (tmp_path / "two.ckpt").exists()
+
+
+def test_a_scaler_unscales_again_after_a_step_that_was_left_out(home: ModuleType) -> None:
+    precision = home.plugins.MixedPrecision("16-mixed", "cpu")
+    scaler, weight = patches.scaler_of(precision), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for _ in range(2):
+        scaler.scale(weight.sum()).backward()
+        scaler.unscale_(optimizer)
+        patches.forget_unscaling(precision, optimizer)
+    with pytest.raises(AssertionError):  # it knows nothing of the optimizer
+        scaler.update()
+
+
 def test_nobody_else_patches_lightning() -> None:
     package = Path(patches.__file__).parents[1]
     found = {path for path in package.rglob("*.py") if PATCHES.search(path.read_text(encoding="utf-8"))}

@@ -17,31 +17,36 @@ class Settings(TechniqueSettings):
 
     policy: str = setting(
         "stop",
-        "after a loss or gradient that is infinite or NaN: stop the run, or skip the step and its batches",
-        allowed=("stop", "skip_window"),
+        "after a loss or gradient that is infinite or NaN: stop the run, skip the step with its batches, or go back to"
+        " the last checkpoint of this run and on with the next batches",
+        allowed=("stop", "skip_window", "rewind"),
     )
     spike: str = setting(
         "warn",
         "after a loss above the mean of the last 128 steps by 6 standard deviations",
-        allowed=("ignore", "warn", "stop", "skip_window"),
+        allowed=("ignore", "warn", "stop", "skip_window", "rewind"),
     )
-    max_skips: int = setting(10, "skipped steps in a row after which the run stops", at_least=1)
+    max_skips: int = setting(
+        10, "skipped steps in a row, or returns to one checkpoint, after which the run stops", at_least=1
+    )
     min_loss_scale: float = setting(1.0, "under 16-mixed: loss scale below which the run stops", at_least=0.0)
 
-    @property
-    def skips(self) -> bool:
-        """Whether a step may be skipped."""
-        return "skip_window" in (self.policy, self.spike)
+    def option_of(self, *policies: str) -> str | None:
+        """Return the setting with one of these policies, as messages name it, or None."""
+        for name in ("policy", "spike"):
+            if getattr(self, name) in policies:
+                return f"callback.finite_guard.{name}"
+        return None
 
 
 def _engine(settings: Any, configuration: Configuration) -> str | None:
     for chosen in configuration.techniques:
         kept = chosen.card.group == "strategy" and "gradients" in resources(chosen.card.frees, chosen.settings)
-        if kept and settings.skips:
-            name = "policy" if settings.policy == "skip_window" else "spike"
+        if kept and (option := settings.option_of("skip_window", "rewind")):
+            value = getattr(settings, option.rpartition(".")[2])
             return (
-                f"callback.finite_guard.{name}=skip_window and strategy={chosen.card.name}, whose engine keeps the"
-                f" gradients of the step; write callback.finite_guard.{name}=stop"
+                f"{option}={value} and strategy={chosen.card.name}, whose engine keeps the gradients of the step;"
+                f" write {option}=stop"
             )
     return None
 
@@ -55,7 +60,8 @@ CARD = Card(
     costs="a look at each gradient, unless it is clipped by its norm or the optimizer looks at it itself; a wait for"
     " the device at each optimizer step; the batches of a step are kept until its end",
     numerics="bit-exact",
-    conflicts="several processes; ``skip_window`` where gradients are used in backward or kept by an engine",
+    conflicts="several processes; ``skip_window`` where gradients are used in backward; that and ``rewind`` where an"
+    " engine keeps them",
     reference="Chowdhery et al. 2022, PaLM, section 5.1, arXiv 2204.02311 (batches skipped after spikes)",
     exact=True,
     rules=(_engine,),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from operator import mul
 
 STEPS = 128
 """Losses that the mean and the standard deviation are taken of."""
@@ -35,8 +36,9 @@ class Spikes:
 
     def bound(self) -> float:
         """Return the largest loss that isn't a spike; infinity before there are enough losses."""
-        if len(self.losses) < LEAST:
+        count = len(self.losses)
+        if count < LEAST:
             return math.inf
-        mean = math.fsum(self.losses) / len(self.losses)
-        variance = math.fsum((loss - mean) ** 2 for loss in self.losses) / len(self.losses)
+        mean = sum(self.losses) / count
+        variance = max(0.0, sum(map(mul, self.losses, self.losses)) / count - mean * mean)
         return mean + SIGMAS * max(math.sqrt(variance), LEAST_SIGMA * abs(mean))

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_solo.checkpoint_files import refuse_damaged
 from lightning_solo.data.nested import leaves
 from lightning_solo.errors import CheckpointError, ConflictError, RefusedStepError
 from lightning_solo.nn.non_finite import explain
-from lightning_solo.nn.rollback import Rollback, attributes_kept
-from lightning_solo.optim.operator_kernels import all_finite
-from lightning_solo.optim.param_groups import parameters_of
+from lightning_solo.nn.rollback import RandomStates, Rollback, attributes_kept
+from lightning_solo.optim.gradient_checks import found_non_finite
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -50,10 +51,13 @@ class FiniteGuard(Technique, Settings):
 
     With ``policy=stop`` the fit raises `RefusedStepError`; parameters, optimizer states, schedulers and buffers are as
     before the step. With ``policy=skip_window`` the step and its batches are dropped: neither ``global_step`` nor
-    schedulers that step with it count them. Random numbers go on.
+    schedulers that step with it count them. Random numbers go on. With ``policy=rewind`` weights, optimizer states,
+    schedulers and ``global_step`` return to the last checkpoint that this run has saved, and training goes on with the
+    next batches.
 
     Attributes:
         skipped_windows: steps that were skipped in this fit.
+        rewinds: how often this fit went back to a checkpoint.
         skipped_by_scaler: steps that the scaler of ``16-mixed`` skipped in this fit, to find a loss scale.
 
     Raises:
@@ -63,13 +67,16 @@ class FiniteGuard(Technique, Settings):
     phase = CARD.phase
 
     def _init_state(self) -> None:
-        self.skipped_windows = self.skipped_by_scaler = 0
+        self.skipped_windows = self.rewinds = self.skipped_by_scaler = 0
         self._in_a_row = 0
         self._skipped_batch = False  # whether the latest batch ended with a skipped step
         self._stepped = False  # whether an optimizer stepped in this window, for `16-mixed`
+        self._paths: list[Any] = []  # of the checkpoints that this run has saved
+        self._returns: dict[str, int] = {}  # how often the run went back to each
         self._unsaved = ExitStack()  # open after weights were changed by a step that must not be taken
         self._spikes = Spikes()
         self._rollback: Rollback | None = None
+        self._random: RandomStates | None = None
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -107,15 +114,17 @@ class FiniteGuard(Technique, Settings):
         """
         ctx = self.ctx
         assert ctx is not None  # joined in setup
-        if self.skips and ctx.release is not None and ctx.release.immediate:
-            name = "policy" if self.policy == "skip_window" else "spike"
+        option = self.option_of("skip_window")
+        if option and ctx.release is not None and ctx.release.immediate:
             raise ConflictError(
-                f"callback.finite_guard.{name}=skip_window and callback.gradient_release, which steps in backward,"
-                " before all gradients are known; write Trainer(gradient_clip_val=1.0), which keeps them until the"
-                f" step, or callback.finite_guard.{name}=stop"
+                f"{option}=skip_window and callback.gradient_release, which steps in backward, before all gradients"
+                f" are known; write Trainer(gradient_clip_val=1.0), which keeps them until the step, or {option}=stop"
             )
-        self.skipped_windows = self.skipped_by_scaler = 0
-        self._rollback = None
+        if option := self.option_of("rewind"):
+            self._require_checkpoints(ctx, option)
+        self.skipped_windows = self.rewinds = self.skipped_by_scaler = 0
+        self._returns.clear()
+        self._rollback = self._random = None
         self._skipped_batch = self._stepped = False
         self._begin_window()
         precision = ctx.strategy.precision_plugin
@@ -131,11 +140,26 @@ class FiniteGuard(Technique, Settings):
                 ctx.undo.callback(optimizer.register_step_post_hook(self._note_step).remove)
         ctx.undo.callback(self._stop)
 
+    def _require_checkpoints(self, ctx: Run, option: str) -> None:
+        """Refuse to go back where nothing is saved, or where that would happen within the module's own step."""
+        if not ctx.module.automatic_optimization:
+            raise ConflictError(
+                f"{option}=rewind and {type(ctx.module).__name__}.automatic_optimization=False: a checkpoint can't be"
+                f" loaded within training_step; write {option}=stop"
+            )
+        if not ctx.trainer.checkpoint_callbacks:
+            raise ConflictError(
+                f"{option}=rewind and Trainer(enable_checkpointing=False): there is no checkpoint to go back to; add"
+                f" ModelCheckpoint(every_n_train_steps=100), or write {option}=stop"
+            )
+        self._paths = [ctx.trainer.ckpt_path] if ctx.trainer.ckpt_path else []
+        ctx.undo.enter_context(patches.saves_noted(ctx.strategy, self._paths.append))
+
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
 
     def _stop(self) -> None:
-        self._rollback = None
+        self._rollback = self._random = None
         self._begin_window()
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -152,17 +176,18 @@ class FiniteGuard(Technique, Settings):
 
     def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Note batch, buffers and random numbers, for a second pass."""
-        if self._rollback is None:
-            self._rollback = Rollback(ctx.module, ctx.device)
+        if self._rollback is None or self._random is None:
+            self._rollback, self._random = Rollback(ctx.module, ctx.device), RandomStates(ctx.module, ctx.device)
         if not ctx.module.automatic_optimization:
             self._calls.clear()  # a window is not known
         if not self._calls:
-            self._rollback.save()
+            self._rollback.save(random=False)
         place = ctx.window.latest or (0, 0)
         if len(args) > 1 and type(args[1]) is int:
             place = place[0], args[1]
-        self._calls.append(_Call(args, place, self._rollback.random_states()))
-        return proceed(*args, **kwargs)
+        self._calls.append(_Call(args, place, self._random.get()))
+        with nullcontext() if self._random.is_known else self._random.watching():
+            return proceed(*args, **kwargs)
 
     def rewind(self, ctx: Run) -> Callable[[], None]:
         """Return a function that forgets the calls from now on."""
@@ -195,7 +220,7 @@ class FiniteGuard(Technique, Settings):
             RefusedStepError: one isn't finite, or the loss is a spike.
         """
         try:
-            self._judge(ctx, None if patches.scaler_of(ctx.strategy.precision_plugin) else self._finite(optimizer))
+            self._judge(ctx, None if patches.scaler_of(ctx.strategy.precision_plugin) else self._non_finite(optimizer))
         except RefusedStepError as error:
             error.touched = error.touched or self._updates > 0
             raise
@@ -203,27 +228,27 @@ class FiniteGuard(Technique, Settings):
             self._updates += 1
             self._norms.clear()
 
-    def _finite(self, optimizer: Optimizer) -> Tensor | None:
-        """Return a number that is NaN if a gradient isn't finite; None where the optimizer looks at them itself."""
+    def _non_finite(self, optimizer: Optimizer) -> Tensor | None:
+        """Return 1 if a gradient isn't finite, else 0; None where the optimizer looks at them itself."""
         norm = self._norms.get(optimizer)
         if norm is not None:
-            return norm
+            return norm.isfinite().logical_not()
         if isinstance(optimizer, SplitOptimizer):
             return None
-        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-        full = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-        full = [g for g in full if g.numel()]
-        return torch.where(all_finite(full), 0.0, torch.nan) if full else None
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
+            gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+        return found_non_finite(gradients) if gradients else None
 
     def _judge(self, ctx: Run, gradients: Tensor | None) -> None:
         """Wait for the device once, and raise `RefusedStepError` if the step must not be taken."""
         losses = [(call, loss) for call in self._calls for loss in call.losses]
-        *values, finite = _read([*(loss for _, loss in losses), gradients])
+        *values, found = _read([*(loss for _, loss in losses), gradients])
         for (call, _), value in zip(losses, values, strict=True):
             if not math.isfinite(value):
                 self._culprit = call
                 raise RefusedStepError(f"the loss is {value}")
-        if not math.isfinite(finite):
+        if found:
             raise RefusedStepError("a gradient is not finite")
         if not losses or not ctx.module.automatic_optimization or self.spike == "ignore":
             return
@@ -325,12 +350,38 @@ class FiniteGuard(Technique, Settings):
             ctx.info(f"finite_guard: skipped optimizer step {ctx.trainer.global_step}, batch {place}: {text}")
             patches.log_metrics(ctx.trainer, {"finite_guard/skipped_windows": self.skipped_windows})
             return
+        if policy == "rewind" and self._went_back(ctx, optimizers, f"batch {place}: {text}"):
+            return
         error = RefusedStepError(f"{text}; {self._remedy(policy, failure.touched, is_spike)}", touched=failure.touched)
         if failure.touched:
             self._unsaved.enter_context(patches.saves_refused(ctx.trainer, self._refuse_save))
         if place is not None:
             error.locate(int(ctx.trainer.global_step), *place)
         raise error from None
+
+    def _went_back(self, ctx: Run, optimizers: Sequence[Optimizer], text: str) -> bool:
+        """Go back to the newest checkpoint of this run that can be read; return whether there is one."""
+        step = ctx.trainer.global_step
+        for path in reversed(self._paths):
+            returns = self._returns.get(str(path), 0)
+            if returns >= self.max_skips:
+                return False
+            if not Path(path).exists():  # removed since, as ModelCheckpoint(save_top_k=1) does
+                continue
+            try:
+                refuse_damaged(Path(path), "an earlier one")
+            except CheckpointError as error:
+                warnings.warn(f"FiniteGuard: {error}", stacklevel=2)
+                continue
+            steps = patches.go_back(ctx.trainer, path)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            self._returns[str(path)] = returns + 1
+            self.rewinds += 1
+            ctx.info(f"finite_guard: went back from optimizer step {step} to {steps}, {path}; {text}")
+            patches.log_metrics(ctx.trainer, {"finite_guard/rewinds": self.rewinds})
+            return True
+        return False
 
     def _refuse_save(self, fails: bool) -> None:
         text = "its weights were changed with a gradient that is not finite; resume from the last checkpoint"
@@ -339,6 +390,12 @@ class FiniteGuard(Technique, Settings):
         warnings.warn(f"FiniteGuard: no checkpoint is saved of the failed fit: {text}", stacklevel=2)
 
     def _remedy(self, policy: str, touched: bool, is_spike: bool) -> str:
+        if policy == "rewind":
+            return (
+                f"no checkpoint of this run is left that it hasn't gone back to {self.max_skips} times"
+                " (callback.finite_guard.max_skips): save earlier, as by ModelCheckpoint(every_n_train_steps=100), or"
+                " resume from an earlier checkpoint with a lower learning rate"
+            )
         if touched:
             return "weights have been changed: resume from the last checkpoint"
         if policy == "skip_window":
@@ -362,14 +419,14 @@ class FiniteGuard(Technique, Settings):
 
     def _cause(self, ctx: Run, calls: Sequence[_Call], of_gradients: bool) -> tuple[str | None, _Call | None]:
         """Return in words where the value comes from and the call, by a second pass that leaves no trace."""
-        rollback, found = self._rollback, None
+        rollback, random, found = self._rollback, self._random, None
         only = calls[0] if len(calls) == 1 else None
-        if rollback is None or not ctx.module.automatic_optimization:
+        if rollback is None or random is None or not ctx.module.automatic_optimization:
             return None, only
-        now = rollback.random_states()
+        now = RandomStates(ctx.module, ctx.device).get()
         try:
             for call in calls:
-                rollback.set_random_states(call.random)
+                random.put(call.random)
                 forward = partial(_loss_of, ctx, call)
                 batch = [(path, leaf) for path, leaf in leaves(call.arguments[0]) if isinstance(leaf, Tensor)]
                 with attributes_kept(ctx.module):
@@ -380,7 +437,7 @@ class FiniteGuard(Technique, Settings):
             return f"a second pass that looks for the module failed with {type(error).__name__}: {error}", only
         finally:
             rollback.restore(random=False)
-            rollback.set_random_states(now)
+            random.put(now)
         return "a second pass on the same batch was finite", only
 
     # --- checkpoints ---
