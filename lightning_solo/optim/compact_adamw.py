@@ -28,7 +28,7 @@ from lightning_solo.optim.adamw_states import bytes_of, correction_of, new_state
 from lightning_solo.optim.adamw_update import Hyperparameters
 from lightning_solo.optim.back_end_facts import parse_state_budget
 from lightning_solo.optim.device_steps import DeviceSteps, launches
-from lightning_solo.optim.gradient_checks import not_finite, require_dense
+from lightning_solo.optim.gradient_checks import first_not_finite, require_dense
 from lightning_solo.optim.kernels import Control, Kernels, Piece, Scalars
 from lightning_solo.optim.memory_order import in_memory_order
 from lightning_solo.optim.operator_kernels import all_finite
@@ -135,12 +135,11 @@ class CompactAdamW(SplitOptimizer):
         full = [grad for _, grad in pairs if grad.numel()]
         if not full:
             return loss
-        finite = all_finite(full)
+        finite = all_finite(full) if self.losses is None else all_finite([*full, self.losses])
         self.step_many(pairs, self.control(torch.where(finite, 1.0, torch.nan).float()))
         if bool(finite.logical_not()):  # the first time that the host waits for the device
             self.uncount(p for p, _ in pairs)
-            first = next(p for p, grad in pairs if not bool(grad.isfinite().all()))
-            raise not_finite(self, first)
+            raise first_not_finite(self, pairs)
         return loss
 
     @torch.no_grad()

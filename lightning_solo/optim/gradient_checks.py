@@ -27,19 +27,27 @@ def require_dense(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor
             )
 
 
-def require_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+def require_finite(
+    optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]], losses: Tensor | None = None
+) -> None:
     """Check that no gradient of an optimizer's parameters is sparse, infinite or NaN; waits for the device once.
 
     Raises:
-        GradientError: one is sparse, or a `RefusedStepError`: one is infinite or NaN; names the first.
+        GradientError: one is sparse, or a `RefusedStepError`: one, or one of ``losses``, is infinite or NaN.
     """
     pairs = list(gradients)
     require_dense(optimizer, pairs)
-    full = [g for _, g in pairs if g.numel()]
-    if not full or bool(all_finite(full)):
-        return
-    first = next(p for p, g in pairs if not bool(g.isfinite().all()))
-    raise not_finite(optimizer, first)
+    full = [g for _, g in pairs if g.numel()] + ([] if losses is None else [losses])
+    if full and not bool(all_finite(full)):
+        raise first_not_finite(optimizer, pairs)
+
+
+def first_not_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> RefusedStepError:
+    """Return the error that names the first parameter whose gradient isn't finite; without one it was a loss."""
+    for p, gradient in gradients:
+        if not bool(gradient.isfinite().all()):
+            return not_finite(optimizer, p)
+    return RefusedStepError("a loss is not finite; no weight has been touched")
 
 
 LARGE = 2**17

@@ -67,6 +67,7 @@ class StepInBackward:
 
     Attributes:
         observe: called with the norms of gradients before they are used; None measures none.
+        losses: if given, kept gradients are only stepped with if they are finite; looked at with the gradients' norm.
 
     Raises:
         ConflictError: the optimizer isn't known to step each parameter by itself.
@@ -92,6 +93,7 @@ class StepInBackward:
         self.optimizer, self.accumulation, self.buffer = optimizer, accumulation, buffer
         self.max_norm, self.max_value = max_norm, max_value
         self.observe: Observer | None = None
+        self.losses: Tensor | None = None
         self._immediate = ImmediateSteps(optimizer)
         self._compact = optimizer if isinstance(optimizer, CompactAdamW) else None
         self._kept: GradientSums | None = None
@@ -295,6 +297,8 @@ class StepInBackward:
         if not kept:
             return None
         total = self._sums.norm(kept, self._control())
+        if self.losses is not None:
+            total = total + 0 * self.losses.sum()  # NaN if one isn't finite
         scale = (math.inf if self.max_norm is None else self.max_norm) / (total + 1e-6)
         scale = torch.where(total.isfinite(), scale.clamp(max=1.0), torch.nan)
         if self.observe is not None:
@@ -320,6 +324,8 @@ class StepInBackward:
 
     def _refuse(self, kept: list[Tensor]) -> None:
         """Raise the error for gradients with a non-finite norm."""
+        if self.losses is not None and not bool(self.losses.isfinite().all()):
+            raise RefusedStepError("a loss is not finite; no weight has been touched")
         for p in kept:  # the norm of finite ones may be too large for fp32
             gradient = self._sums.on_device(p)
             if gradient.numel() and bool(greatest([gradient])[0].isfinite().logical_not()):

@@ -104,7 +104,7 @@ class MasterWeights(SplitOptimizer):
             with torch.enable_grad():
                 loss = closure()
         stepped = [(p, p.grad) for p in parameters_of(self) if p.grad is not None]
-        require_finite(self, stepped)
+        require_finite(self, stepped, self.losses)
         for p, grad in stepped:
             self.step_one(p, grad)
         return loss

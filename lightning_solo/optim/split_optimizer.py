@@ -26,7 +26,12 @@ class SplitOptimizer(Optimizer):
     """An optimizer that stores the correction of each bf16 parameter among its states.
 
     A derived class calls `_init_masters` before torch's constructor, which adds the groups.
+
+    Attributes:
+        losses: if given, the next step is refused unless they are finite; it is looked at with the gradients.
     """
+
+    losses: Tensor | None = None
 
     _KEPT: ClassVar[tuple[str, ...]] = ("master_bits", "_numbers", "_corrections", "_splits")
     """Attributes that a copy has besides those of torch's optimizers."""

@@ -217,6 +217,7 @@ def test_stop_leaves_everything_as_before_the_window(
     with pytest.raises(RefusedStepError, match=mentions(words, "callback.finite_guard.policy=skip_window")) as raised:
         fit(make_trainer, FiniteGuard(), batches=data(bad, fault=values), module=module, **arguments)
     assert equal(state_of(module), state_of(expected))
+    assert all(p.grad is None for p in module.parameters())  # a checkpoint that is saved now has no window
     assert not raised.value.touched
     assert raised.value.step == bad // factor
     assert raised.value.batch_idx == bad
@@ -382,8 +383,9 @@ def test_a_spike_warns_stops_or_is_skipped(make_trainer: Make) -> None:
     with pytest.raises(RefusedStepError, match="spike=skip_window"):
         run(FiniteGuard(spike="stop"), module=spiking(lightning.pytorch, 80, 1e4))
     guard = FiniteGuard(spike="skip_window")
-    run(guard, module=spiking(lightning.pytorch, 80, 1e4))
+    module = run(guard, module=spiking(lightning.pytorch, 80, 1e4))
     assert guard.skipped_windows == 1
+    assert int(module.net.norm.num_batches_tracked) == module.trainer.global_step == 99
     run(FiniteGuard(spike="stop"), module=spiking(lightning.pytorch, LEAST - 1, 1e4))  # too early to know
     run(FiniteGuard(spike="ignore"), module=spiking(lightning.pytorch, 80, 1e4))
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_solo.checkpoint_files import refuse_damaged
 from lightning_solo.data.nested import leaves
 from lightning_solo.errors import CheckpointError, ConflictError, RefusedStepError
+from lightning_solo.memory.late_values import LateValues
 from lightning_solo.nn.non_finite import explain
 from lightning_solo.nn.rollback import RandomStates, Rollback, attributes_kept
 from lightning_solo.optim.gradient_checks import found_non_finite
@@ -44,6 +45,25 @@ class _Call:
     place: tuple[int, int]
     random: list[Any]
     losses: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """What the device looks at, and the host reads later.
+
+    Attributes:
+        values: the losses of a window; for a fused optimizer then 1 if its step wasn't taken, else 0.
+        calls: of the window.
+        scale: the mean loss of the window, divided by the sum of what backward got.
+        step: number of the optimizer step.
+        fused: the fused optimizer, which raises no error.
+    """
+
+    values: LateValues
+    calls: list[_Call]
+    scale: float
+    step: int
+    fused: Optimizer | None
 
 
 class FiniteGuard(Technique, Settings):
@@ -75,6 +95,7 @@ class FiniteGuard(Technique, Settings):
         self._returns: dict[str, int] = {}  # how often the run went back to each
         self._unsaved = ExitStack()  # open after weights were changed by a step that must not be taken
         self._spikes = Spikes()
+        self._waiting: _Waiting | None = None
         self._rollback: Rollback | None = None
         self._random: RandomStates | None = None
         self._begin_window()
@@ -86,6 +107,7 @@ class FiniteGuard(Technique, Settings):
         self._updates = 0  # looks in this window: an optimizer may evaluate several times
         self._norms: dict[Optimizer, Tensor] = {}  # of all gradients, where they are clipped by it
         self._mean: float | None = None
+        self._late: _Waiting | None = None  # the earlier window that turned out wrong
 
     # --- a fit ---
 
@@ -159,6 +181,7 @@ class FiniteGuard(Technique, Settings):
         self._stepped = True
 
     def _stop(self) -> None:
+        self._waiting = None
         self._rollback = self._random = None
         self._begin_window()
 
@@ -171,6 +194,24 @@ class FiniteGuard(Technique, Settings):
         if self._skipped_batch:
             self._skipped_batch = False
             patches.correct_logged_steps(trainer)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Save nothing after a step that wasn't taken.
+
+        Raises:
+            RefusedStepError: the last step wasn't.
+        """
+        if self.ctx is not None:
+            self._settle(self.ctx)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Read what the last step found.
+
+        Raises:
+            RefusedStepError: it wasn't taken.
+        """
+        assert self.ctx is not None  # joined in setup
+        self._settle(self.ctx)
 
     # --- looking ---
 
@@ -220,13 +261,76 @@ class FiniteGuard(Technique, Settings):
             RefusedStepError: one isn't finite, or the loss is a spike.
         """
         try:
-            self._judge(ctx, None if patches.scaler_of(ctx.strategy.precision_plugin) else self._non_finite(optimizer))
+            if self._waiting is not None:
+                self._judge_waiting()
+            if ctx.release is not None and ctx.release.immediate:
+                return  # looked at in backward
+            losses = [loss for call in self._calls for loss in call.losses]
+            if not losses or not self._looks_on_device(ctx, optimizer, losses):
+                scales = patches.scaler_of(ctx.strategy.precision_plugin) is not None
+                self._judge(ctx, None if scales else self._non_finite(optimizer))
         except RefusedStepError as error:
             error.touched = error.touched or self._updates > 0
             raise
         finally:
             self._updates += 1
             self._norms.clear()
+
+    def _looks_on_device(self, ctx: Run, optimizer: Any, losses: list[Tensor]) -> bool:
+        """Return whether losses and gradients are looked at by the step itself, without another wait.
+
+        Released gradients and split optimizers look at their gradients anyway, and raise the error. A fused optimizer
+        of torch reads on the device whether to step; the host learns it later, which is early enough to stop.
+        """
+        scales = patches.scaler_of(ctx.strategy.precision_plugin) is not None
+        reads_late = self.spike in ("ignore", "warn") and ctx.module.automatic_optimization
+        if ctx.device.type != "cuda" or scales or not reads_late:
+            return False
+        values, fused = torch.stack(losses), None
+        if ctx.release is not None:
+            ctx.release.losses = values
+        elif isinstance(optimizer, SplitOptimizer):
+            optimizer.losses = values
+        elif self.policy == "stop" and optimizer.defaults.get("fused"):
+            found = self._non_finite(optimizer)
+            wrong = values.isfinite().all().logical_not().float()
+            fused, optimizer.found_inf = optimizer, wrong if found is None else wrong.maximum(found.float())
+            values = torch.cat([values.float(), optimizer.found_inf.view(1)])
+        else:
+            return False
+        scale = ctx.window.factor / (ctx.window.held or 1)
+        self._waiting = _Waiting(LateValues(values), [*self._calls], scale, int(ctx.trainer.global_step), fused)
+        return True
+
+    def _judge_waiting(self) -> None:
+        """Read what the device found, and raise `RefusedStepError` if a fused optimizer didn't step."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        values = waiting.values.read()
+        if waiting.fused is None or not values.pop():
+            self._note_mean(math.fsum(values) * waiting.scale, waiting.step)
+            return
+        self._calls, self._late = waiting.calls, waiting
+        raise self._wrong_loss(values) or RefusedStepError("a gradient is not finite")
+
+    def _settle(self, ctx: Run) -> None:
+        try:
+            self._judge_waiting()
+        except RefusedStepError as error:
+            failure = error
+        else:
+            return
+        self._decide(ctx, failure, ctx.trainer.optimizers)
+
+    def _wrong_loss(self, values: Sequence[float]) -> RefusedStepError | None:
+        """Return the error for the first loss of the window that isn't finite, or None."""
+        calls = [call for call in self._calls for _ in call.losses]
+        for call, value in zip(calls, values, strict=True):
+            if not math.isfinite(value):
+                self._culprit = call
+                return RefusedStepError(f"the loss is {value}")
+        return None
 
     def _non_finite(self, optimizer: Optimizer) -> Tensor | None:
         """Return 1 if a gradient isn't finite, else 0; None where the optimizer looks at them itself."""
@@ -242,26 +346,32 @@ class FiniteGuard(Technique, Settings):
 
     def _judge(self, ctx: Run, gradients: Tensor | None) -> None:
         """Wait for the device once, and raise `RefusedStepError` if the step must not be taken."""
-        losses = [(call, loss) for call in self._calls for loss in call.losses]
-        *values, found = _read([*(loss for _, loss in losses), gradients])
-        for (call, _), value in zip(losses, values, strict=True):
-            if not math.isfinite(value):
-                self._culprit = call
-                raise RefusedStepError(f"the loss is {value}")
+        losses = [loss for call in self._calls for loss in call.losses]
+        *values, found = _read([*losses, gradients])
+        if error := self._wrong_loss(values):
+            raise error
         if found:
             raise RefusedStepError("a gradient is not finite")
-        if not losses or not ctx.module.automatic_optimization or self.spike == "ignore":
+        if losses and ctx.module.automatic_optimization:  # Lightning divides each loss by the factor
+            mean = math.fsum(values) * ctx.window.factor / (ctx.window.held or 1)
+            self._note_mean(mean, int(ctx.trainer.global_step))
+
+    def _note_mean(self, loss: float, step: int) -> None:
+        """Compare the mean loss of a window with those of the last steps.
+
+        Raises:
+            RefusedStepError: it is a spike, and the run doesn't go on with it.
+        """
+        if self.spike == "ignore":
             return
-        # Lightning divides each loss by the factor
-        self._mean = math.fsum(values) * ctx.window.factor / (ctx.window.held or 1)
         bound = self._spikes.bound()
-        if self._mean > bound:
-            text = f"the loss {self._mean:.4g} is above {bound:.4g}, {SIGMAS:.0f} sigma above the last {STEPS} steps"
-            if self.spike == "warn":
-                warnings.warn(f"FiniteGuard: {text} (optimizer step {ctx.trainer.global_step})", stacklevel=2)
-            else:
+        if loss > bound:
+            text = f"the loss {loss:.4g} is above {bound:.4g}, {SIGMAS:.0f} sigma above the last {STEPS} steps"
+            if self.spike != "warn":
                 self._is_spike = True
                 raise RefusedStepError(text)
+            warnings.warn(f"FiniteGuard: {text} (optimizer step {step})", stacklevel=2)
+        self._mean = loss
 
     def _which(self, call: _Call) -> str:
         number, count = self._calls.index(call) + 1, len(self._calls)
@@ -305,6 +415,10 @@ class FiniteGuard(Technique, Settings):
             RefusedStepError: the loss scale has become too small.
         """
         self._in_a_row = 0
+        if self._waiting is not None:
+            if self._waiting.fused is None:
+                self._judge_waiting()  # the optimizer has waited for the device
+            self._step_anew(ctx)
         if self._mean is not None:
             self._spikes.add(self._mean)
         self._begin_window()
@@ -312,6 +426,15 @@ class FiniteGuard(Technique, Settings):
         if scaler is not None and not self._stepped:
             self._left_out_by(scaler, ctx)
         self._stepped = False
+
+    def _step_anew(self, ctx: Run) -> None:
+        """Let the next step be taken whatever this one's losses were."""
+        if ctx.release is not None:
+            ctx.release.losses = None
+        for optimizer in ctx.trainer.optimizers:
+            if isinstance(optimizer, SplitOptimizer):
+                optimizer.losses = None
+            vars(optimizer).pop("found_inf", None)
 
     def _left_out_by(self, scaler: Any, ctx: Run) -> None:
         self.skipped_by_scaler += 1
@@ -334,7 +457,13 @@ class FiniteGuard(Technique, Settings):
         Raises:
             RefusedStepError: the run stops.
         """
-        calls, culprit, is_spike = self._calls, self._culprit, self._is_spike
+        self._step_anew(ctx)
+        if (
+            self._waiting is not None and self._waiting.fused is None
+        ):  # the optimizer knows that a loss isn't finite, but not which
+            waiting, self._waiting = self._waiting, None
+            failure = self._wrong_loss(waiting.values.read()) or failure
+        calls, culprit, is_spike, late = self._calls, self._culprit, self._is_spike, self._late
         self._drop(ctx, optimizers)
         cause = None
         if not is_spike:
@@ -353,10 +482,10 @@ class FiniteGuard(Technique, Settings):
         if policy == "rewind" and self._went_back(ctx, optimizers, f"batch {place}: {text}"):
             return
         error = RefusedStepError(f"{text}; {self._remedy(policy, failure.touched, is_spike)}", touched=failure.touched)
-        if failure.touched:
+        if failure.touched or late is not None:  # schedulers and buffers have gone on
             self._unsaved.enter_context(patches.saves_refused(ctx.trainer, self._refuse_save))
         if place is not None:
-            error.locate(int(ctx.trainer.global_step), *place)
+            error.locate(int(ctx.trainer.global_step) if late is None else late.step, *place)
         raise error from None
 
     def _went_back(self, ctx: Run, optimizers: Sequence[Optimizer], text: str) -> bool:
@@ -384,7 +513,7 @@ class FiniteGuard(Technique, Settings):
         return False
 
     def _refuse_save(self, fails: bool) -> None:
-        text = "its weights were changed with a gradient that is not finite; resume from the last checkpoint"
+        text = "its state isn't that before the step that failed; resume from the last checkpoint"
         if not fails:
             raise CheckpointError(f"FiniteGuard: the fit failed, and {text}")
         warnings.warn(f"FiniteGuard: no checkpoint is saved of the failed fit: {text}", stacklevel=2)
