@@ -434,6 +434,12 @@ def saves_refused(trainer: Any, refuse: Callable[[bool], None]) -> Any:
     return replaced(trainer, "save_checkpoint", lambda *_, **__: refuse(trainer.state.stage is not None))
 
 
+def engine_left_out(strategy: Any) -> bool | None:
+    """Return whether DeepSpeed's engine left out its last step, for a gradient that isn't finite; None without one."""
+    left_out: bool | None = getattr(next(iter(strategy.optimizers), None), "overflow", None)
+    return left_out
+
+
 def scaler_of(precision: Any) -> Any:
     """Return the scaler of losses under ``16-mixed``; None under another precision."""
     return getattr(precision, "scaler", None)

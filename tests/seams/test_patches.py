@@ -415,6 +415,7 @@ def test_looks_before_updates_and_norms_that_clipping_computes(home: ModuleType,
     assert "_after_closure" not in vars(precision)
     assert "clip_grad_by_norm" not in vars(precision)
     assert patches.scaler_of(precision) is None
+    assert patches.engine_left_out(trainer.strategy) is None
 
 
 def test_saves_are_noted_or_refused(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:

@@ -12,8 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_solo.errors import BudgetError, CapabilityError, ConflictError, NothingToDoError, PresetError
+from lightning_solo.errors import (
+    BudgetError,
+    CapabilityError,
+    ConflictError,
+    NothingToDoError,
+    PresetError,
+    RefusedStepError,
+)
 from lightning_solo.seams.homes import for_home
+from lightning_solo.techniques.finite_guard.technique import FiniteGuard
 from lightning_solo.techniques.zero_offload import technique as zero_offload
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from tests.messages import mentions, nearest
@@ -67,6 +75,40 @@ def test_a_micro_batch_without_loss_is_left_out_as_in_a_plain_run(
     trainer.fit(offloaded, loader())
     assert largest_difference(plain, offloaded) == 0
     assert largest_difference(plain, module(home)) > 0
+
+
+@STAGES
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_the_guard_stops_before_a_step_that_is_not_finite(
+    home: ModuleType, make_trainer: Any, stage: int, precision: str, accumulation: int, fault: str
+) -> None:
+    """The loss before the engine steps; of a gradient the engine's own check, which it passes over in silence."""
+
+    def failing(batches: int) -> Any:
+        made = module(home)
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            loss, wrong = made.step(batch), (made.net(batch[0]) * 0).square().sum()
+            if batch_idx != 4:
+                return loss
+            return loss * float("nan") if fault == "loss" else loss + wrong.sqrt()
+
+        made.training_step = training_step
+        arguments = {"strategy": strategy(home, stage=stage), "precision": precision}
+        arguments |= {"accumulate_grad_batches": accumulation, "limit_train_batches": batches}
+        trainer = make_trainer(home, callbacks=[FiniteGuard()], **arguments)
+        return made, trainer
+
+    stopped, trainer = failing(10)
+    with pytest.raises(RefusedStepError, match=mentions(fault, "batch", "of epoch 0")) as raised:
+        trainer.fit(stopped, loader())
+    assert raised.value.step == 4 // accumulation
+    expected, trainer = failing(4)
+    trainer.fit(expected, loader())
+    assert largest_difference(stopped, expected) == 0
+    assert largest_difference(stopped, module(home)) > 0
 
 
 def by_hand(made: Any, every: int = 1, clip: float | None = None) -> Any:

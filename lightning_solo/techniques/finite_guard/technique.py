@@ -89,6 +89,7 @@ class FiniteGuard(Technique, Settings):
     def _init_state(self) -> None:
         self.skipped_windows = self.rewinds = self.skipped_by_scaler = 0
         self._in_a_row = 0
+        self._step = 0  # number of the optimizer step that the latest batch belongs to
         self._skipped_batch = False  # whether the latest batch ended with a skipped step
         self._stepped = False  # whether an optimizer stepped in this window, for `16-mixed`
         self._paths: list[Any] = []  # of the checkpoints that this run has saved
@@ -337,7 +338,7 @@ class FiniteGuard(Technique, Settings):
         norm = self._norms.get(optimizer)
         if norm is not None:
             return norm.isfinite().logical_not()
-        if isinstance(optimizer, SplitOptimizer):
+        if isinstance(optimizer, SplitOptimizer) or hasattr(optimizer, "overflow"):  # DeepSpeed's
             return None
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if any(gradient.is_sparse for gradient in gradients):
@@ -381,8 +382,11 @@ class FiniteGuard(Technique, Settings):
 
     def _batch(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a batch under automatic optimization; skip its step if it must not be taken."""
+        self._step = int(ctx.trainer.global_step)
         try:
             result = proceed(*args, **kwargs)
+            if ctx.window.is_last and patches.engine_left_out(ctx.strategy):
+                self._left_out_by_engine(ctx)
         except RefusedStepError as error:
             failure = error
         else:
@@ -395,6 +399,7 @@ class FiniteGuard(Technique, Settings):
 
     def _manual_step(self, ctx: Run, proceed: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer under manual optimization, unless the step must not be taken."""
+        self._step = int(ctx.trainer.global_step)
         try:
             result = proceed(optimizer, *args, **kwargs)
         except RefusedStepError as error:
@@ -436,6 +441,17 @@ class FiniteGuard(Technique, Settings):
                 optimizer.losses = None
             vars(optimizer).pop("found_inf", None)
 
+    def _left_out_by_engine(self, ctx: Run) -> None:
+        """Count a step that the engine left out to find a loss scale.
+
+        Raises:
+            RefusedStepError: the precision has no loss scale.
+        """
+        if not ctx.precision.startswith("16"):
+            raise RefusedStepError("a gradient is not finite, and the engine has left out the step")
+        self.skipped_by_scaler += 1
+        patches.log_metrics(ctx.trainer, {"finite_guard/skipped_by_scaler": self.skipped_by_scaler})
+
     def _left_out_by(self, scaler: Any, ctx: Run) -> None:
         self.skipped_by_scaler += 1
         scale = scaler.get_scale()
@@ -476,7 +492,7 @@ class FiniteGuard(Technique, Settings):
         text = f"{reason}; {cause}" if cause else reason
         if policy == "skip_window" and not failure.touched and self._in_a_row <= self.max_skips:
             self.skipped_windows += 1
-            ctx.info(f"finite_guard: skipped optimizer step {ctx.trainer.global_step}, batch {place}: {text}")
+            ctx.info(f"finite_guard: skipped optimizer step {self._step}, batch {place}: {text}")
             patches.log_metrics(ctx.trainer, {"finite_guard/skipped_windows": self.skipped_windows})
             return
         if policy == "rewind" and self._went_back(ctx, optimizers, f"batch {place}: {text}"):
@@ -485,7 +501,7 @@ class FiniteGuard(Technique, Settings):
         if failure.touched or late is not None:  # schedulers and buffers have gone on
             self._unsaved.enter_context(patches.saves_refused(ctx.trainer, self._refuse_save))
         if place is not None:
-            error.locate(int(ctx.trainer.global_step) if late is None else late.step, *place)
+            error.locate(self._step if late is None else late.step, *place)
         raise error from None
 
     def _went_back(self, ctx: Run, optimizers: Sequence[Optimizer], text: str) -> bool:
@@ -550,7 +566,8 @@ class FiniteGuard(Technique, Settings):
         """Return in words where the value comes from and the call, by a second pass that leaves no trace."""
         rollback, random, found = self._rollback, self._random, None
         only = calls[0] if len(calls) == 1 else None
-        if rollback is None or random is None or not ctx.module.automatic_optimization:
+        passes = ctx.module.automatic_optimization and (ctx.window.repeats or not of_gradients)
+        if rollback is None or random is None or not passes:
             return None, only
         now = RandomStates(ctx.module, ctx.device).get()
         try:
