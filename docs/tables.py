@@ -375,6 +375,23 @@ def prefetch_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, command, explained)
 
 
+def finite_guard_table(result: dict[str, Any]) -> str:
+    """Return what a batch takes more with the guard of loss and gradients, and its share of a 10 ms step."""
+    rows = [
+        [
+            f"{row['module']}, {row['way']}",
+            f"{row['plain_us'] / 1e3:.1f} ms",
+            f"{row['more_us']} µs ({row['quartiles_us'][0]} to {row['quartiles_us'][1]})",
+            f"{row['share_of_step']:.1%}",
+        ]
+        for row in result["rows"]
+    ]
+    heads = ["module", "batch without it", "more with it (quartiles)", "of a 10 ms step"]
+    explained = f"CPU time in one thread, {result['pairs']} pairs of fits of {result['steps']} batches."
+    command = "python examples/measure_finite_guard.py --write examples/results/finite_guard_cpu.json"
+    return table(heads, rows) + note(result, command, explained)
+
+
 def loader_advice_table(result: dict[str, Any]) -> str:
     """Return what options of a loader were said to save at most, and what they saved."""
     rows = []
@@ -747,6 +764,7 @@ TABLES = {
     "host_optimizers_cpu.json": host_optimizers_table,
     "kernels.json": kernels_table,
     "prefetch_cpu.json": prefetch_table,
+    "finite_guard_cpu.json": finite_guard_table,
     "loader_advice_cpu.json": loader_advice_table,
     "micro_batching_cpu.json": micro_batching_table,
     "curriculum_cpu.json": curriculum_table,

@@ -105,7 +105,7 @@ class RandomStates:
     True
     """
 
-    CALLS = 4
+    CALLS = 8
     """Calls after which a generator that none of them changed is left out."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -121,9 +121,9 @@ class RandomStates:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Note within this context, around a call, which generators change."""
-        before = [pickle.dumps(generator.get()) for generator in self._generators]
+        before = [_as_bytes(generator.get()) for generator in self._generators]
         yield
-        after = [pickle.dumps(generator.get()) for generator in self._generators]
+        after = [_as_bytes(generator.get()) for generator in self._generators]
         self._changed |= {number for number, state in enumerate(before) if state != after[number]}
         self._calls += 1
         if self.is_known:
@@ -138,6 +138,10 @@ class RandomStates:
         """Set states that `get` returned."""
         for set_state, state in states:
             set_state(state)
+
+
+def _as_bytes(state: Any) -> bytes:
+    return state.cpu().numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
 
 
 class _Place(NamedTuple):

@@ -50,6 +50,7 @@ def first_not_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Ten
     return RefusedStepError("a loss is not finite; no weight has been touched")
 
 
+_ONE = torch.ones(())
 LARGE = 2**17
 """Elements from which the sum of a gradient on a CPU is faster than a look at all of them at once."""
 
@@ -68,7 +69,7 @@ def found_non_finite(gradients: Sequence[Tensor]) -> Tensor:
         small = [gradient for gradient in gradients if gradient.numel() < LARGE]
         for gradient in gradients:
             found += gradient.sum().isfinite().logical_not() if gradient.numel() >= LARGE else 0
-    torch._amp_foreach_non_finite_check_and_unscale_(small, found, torch.ones(()))  # times 1: they stay to the bit
+    torch._amp_foreach_non_finite_check_and_unscale_(small, found, _ONE)  # times 1: they stay to the bit
     return found
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,14 +70,19 @@ FAULTS: dict[str, Any] = {
 """Name -> what the columns of a batch hold, and words of the message."""
 
 
-def data(*bad: int, fault: Mapping[int, float] = FAULTS["an infinite loss"][0], without: Any = ()) -> Any:
-    """Return a loader of batches of 4 rows, of which some are bad and some left out."""
+def data(
+    *bad: int,
+    fault: Mapping[int, float] = FAULTS["an infinite loss"][0],
+    row: int | slice = slice(None),
+    without: Any = (),
+) -> Any:
+    """Return a loader of batches of 4 rows, of which some batches are bad, in one row or all, and some left out."""
     generator = torch.Generator().manual_seed(1)
     x = torch.rand(BATCHES, 4, WIDTH, generator=generator) + 0.5
     y = x.sum(2, keepdim=True) / WIDTH
     for batch in bad:
         for column, value in fault.items():
-            x[batch, :, column] = value
+            x[batch, row, column] = value
     kept = [batch for batch in range(BATCHES) if batch not in without]
     return DataLoader(TensorDataset(x[kept].flatten(0, 1), y[kept].flatten(0, 1)), batch_size=4)
 
@@ -176,7 +183,7 @@ WAYS: dict[str, Any] = {
 
 
 def windows(factor: int) -> list[range]:
-    return [range(start, start + factor) for start in range(0, BATCHES, factor)]
+    return [range(start, min(start + factor, BATCHES)) for start in range(0, BATCHES, factor)]
 
 
 @pytest.mark.filterwarnings("ignore:GradientNorm. in the first step")
@@ -201,6 +208,30 @@ def test_a_skipped_window_leaves_nothing(make_trainer: Make, way: str, factor: i
     assert guard.skipped_windows == 1
     assert module.trainer.global_step == BATCHES // factor - 1
     assert is_finite(module)
+    assert equal(state_of(module), state_of(expected))
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    factor=st.integers(1, 5),
+    bad=st.sets(st.integers(0, BATCHES - 1), min_size=1, max_size=4),
+    row=st.integers(0, 3),
+    fault=st.sampled_from(sorted(FAULTS)),
+    way=st.sampled_from(["plain", "clipped by norm", "released, clipped", "compact, clipped"]),
+)
+def test_no_window_with_a_fault_leaves_anything(
+    make_trainer: Make, factor: int, bad: set[int], row: int, fault: str, way: str
+) -> None:
+    """In any row of any batches, of windows of any length: a short last one too."""
+    arguments = {**WAYS[way], "accumulate_grad_batches": factor}
+    dropped = [window for window in windows(factor) if bad & set(window)]
+    guard = FiniteGuard(policy="skip_window")
+    module = fit(make_trainer, guard, batches=data(*bad, fault=FAULTS[fault][0], row=row), **arguments)
+    assert guard.skipped_windows == len(dropped)
+    if len(dropped) == len(windows(factor)):
+        assert module.trainer.global_step == 0
+        return
+    expected = fit(make_trainer, batches=data(without=[each for window in dropped for each in window]), **arguments)
     assert equal(state_of(module), state_of(expected))
 
 
@@ -343,6 +374,33 @@ def test_schedulers_by_epoch_go_on(make_trainer: Make, tmp_path: Path) -> None:
     assert module.trainer.global_step == 4 * BATCHES - 3  # back from 27 to 25, and without batch 27
 
 
+def test_an_optimizer_that_evaluates_several_times(make_trainer: Make) -> None:
+    """The first evaluation comes before any change; after it weights have changed."""
+
+    def configure_optimizers(self: Any) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    def made(**methods: Any) -> Any:
+        return module_of(lightning.pytorch, False, configure_optimizers=configure_optimizers, **methods)
+
+    guard = FiniteGuard(policy="skip_window")
+    module = fit(make_trainer, guard, batches=data(4), module=made())
+    expected = fit(make_trainer, batches=data(without=(4,)), module=made())
+    assert guard.skipped_windows == 1
+    assert equal(module.state_dict(), expected.state_dict())
+    calls: list[int] = []
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        calls.append(batch_idx)
+        loss: Tensor = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        return loss * math.nan if batch_idx == 4 and calls.count(4) == 2 else loss
+
+    with pytest.raises(RefusedStepError) as raised:
+        fit(make_trainer, FiniteGuard(policy="skip_window"), module=made(training_step=training_step))
+    assert raised.value.touched
+    assert "micro-batch" not in str(raised.value)
+
+
 # --- several skips ---
 
 
@@ -391,7 +449,8 @@ def test_a_spike_warns_stops_or_is_skipped(make_trainer: Make) -> None:
 
 
 def test_the_bound_is_that_of_the_last_128_losses() -> None:
-    losses = torch.rand(300, dtype=torch.float64).tolist()
+    losses = torch.rand(400, dtype=torch.float64).tolist()
+    losses[150] = 1e9  # a spike that was passed over leaves the sums as it leaves the window
     spikes = Spikes()
     for number, loss in enumerate(losses):
         last = torch.tensor(losses[max(0, number - 128) : number], dtype=torch.float64)
@@ -435,11 +494,20 @@ def in_fp16(accelerator: str) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
-def test_steps_that_the_scaler_skips_are_counted_and_no_error(make_trainer: Make, accelerator: str) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_the_scaler_skips_are_counted_and_no_error(
+    make_trainer: Make, accelerator: str, fused: bool
+) -> None:
     """The first loss scale, 65,536, overflows with this loss."""
+
+    def configure_optimizers(self: Any) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=fused)
+
     guard = FiniteGuard()
-    module = fit(make_trainer, guard, **in_fp16(accelerator), module=module_of(lightning.pytorch, scale=100.0))
-    assert guard.skipped_by_scaler > 0
+    module = module_of(lightning.pytorch, scale=100.0, configure_optimizers=configure_optimizers)
+    fit(make_trainer, guard, **in_fp16(accelerator), module=module)
+    scale = module.trainer.precision_plugin.scaler.get_scale()
+    assert guard.skipped_by_scaler == math.log2(65536 / scale) > 0
     assert is_finite(module)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.finite_guard.card import CARD, Settings
 from lightning_solo.techniques.finite_guard.spikes import SIGMAS, STEPS, Spikes
+
+_is_sparse = attrgetter("is_sparse")
 
 
 @dataclass(eq=False)
@@ -91,6 +94,7 @@ class FiniteGuard(Technique, Settings):
         self._in_a_row = 0
         self._step = 0  # number of the optimizer step that the latest batch belongs to
         self._skipped_batch = False  # whether the latest batch ended with a skipped step
+        self._scale = 0.0  # of losses, under `16-mixed`
         self._stepped = False  # whether an optimizer stepped in this window, for `16-mixed`
         self._paths: list[Any] = []  # of the checkpoints that this run has saved
         self._returns: dict[str, int] = {}  # how often the run went back to each
@@ -158,7 +162,8 @@ class FiniteGuard(Technique, Settings):
             enter(patches.guarded_batches(trainer, partial(self._batch, ctx), lambda: self._skipped_batch))
         else:
             enter(patches.steps_through(ctx.strategy, partial(self._manual_step, ctx)))
-        if patches.scaler_of(precision) is not None:
+        if (scaler := patches.scaler_of(precision)) is not None:
+            self._scale = scaler.get_scale()
             for optimizer in trainer.optimizers:
                 ctx.undo.callback(optimizer.register_step_post_hook(self._note_step).remove)
         ctx.undo.callback(self._stop)
@@ -220,9 +225,9 @@ class FiniteGuard(Technique, Settings):
         """Note batch, buffers and random numbers, for a second pass."""
         if self._rollback is None or self._random is None:
             self._rollback, self._random = Rollback(ctx.module, ctx.device), RandomStates(ctx.module, ctx.device)
-        if not ctx.module.automatic_optimization:
-            self._calls.clear()  # a window is not known
-        if not self._calls:
+        if self._updates or not ctx.module.automatic_optimization:
+            self._calls.clear()  # the optimizer evaluates again; or the window is not known
+        if not self._calls and not self._updates:
             self._rollback.save(random=False)
         place = ctx.window.latest or (0, 0)
         if len(args) > 1 and type(args[1]) is int:
@@ -266,9 +271,8 @@ class FiniteGuard(Technique, Settings):
                 self._judge_waiting()
             if ctx.release is not None and ctx.release.immediate:
                 return  # looked at in backward
-            losses = [loss for call in self._calls for loss in call.losses]
-            if not losses or not self._looks_on_device(ctx, optimizer, losses):
-                scales = patches.scaler_of(ctx.strategy.precision_plugin) is not None
+            scales = patches.scaler_of(ctx.strategy.precision_plugin) is not None
+            if scales or ctx.device.type != "cuda" or not self._looks_on_device(ctx, optimizer):
                 self._judge(ctx, None if scales else self._non_finite(optimizer))
         except RefusedStepError as error:
             error.touched = error.touched or self._updates > 0
@@ -277,15 +281,14 @@ class FiniteGuard(Technique, Settings):
             self._updates += 1
             self._norms.clear()
 
-    def _looks_on_device(self, ctx: Run, optimizer: Any, losses: list[Tensor]) -> bool:
+    def _looks_on_device(self, ctx: Run, optimizer: Any) -> bool:
         """Return whether losses and gradients are looked at by the step itself, without another wait.
 
         Released gradients and split optimizers look at their gradients anyway, and raise the error. A fused optimizer
         of torch reads on the device whether to step; the host learns it later, which is early enough to stop.
         """
-        scales = patches.scaler_of(ctx.strategy.precision_plugin) is not None
-        reads_late = self.spike in ("ignore", "warn") and ctx.module.automatic_optimization
-        if ctx.device.type != "cuda" or scales or not reads_late:
+        losses = [loss for call in self._calls for loss in call.losses]
+        if not losses or self.spike not in ("ignore", "warn") or not ctx.module.automatic_optimization:
             return False
         values, fused = torch.stack(losses), None
         if ctx.release is not None:
@@ -300,7 +303,7 @@ class FiniteGuard(Technique, Settings):
         else:
             return False
         scale = ctx.window.factor / (ctx.window.held or 1)
-        self._waiting = _Waiting(LateValues(values), [*self._calls], scale, int(ctx.trainer.global_step), fused)
+        self._waiting = _Waiting(LateValues(values), [*self._calls], scale, self._step, fused)
         return True
 
     def _judge_waiting(self) -> None:
@@ -326,12 +329,11 @@ class FiniteGuard(Technique, Settings):
 
     def _wrong_loss(self, values: Sequence[float]) -> RefusedStepError | None:
         """Return the error for the first loss of the window that isn't finite, or None."""
+        if all(map(math.isfinite, values)):
+            return None
         calls = [call for call in self._calls for _ in call.losses]
-        for call, value in zip(calls, values, strict=True):
-            if not math.isfinite(value):
-                self._culprit = call
-                return RefusedStepError(f"the loss is {value}")
-        return None
+        self._culprit, value = next(pair for pair in zip(calls, values, strict=True) if not math.isfinite(pair[1]))
+        return RefusedStepError(f"the loss is {value}")
 
     def _non_finite(self, optimizer: Optimizer) -> Tensor | None:
         """Return 1 if a gradient isn't finite, else 0; None where the optimizer looks at them itself."""
@@ -341,7 +343,7 @@ class FiniteGuard(Technique, Settings):
         if isinstance(optimizer, SplitOptimizer) or hasattr(optimizer, "overflow"):  # DeepSpeed's
             return None
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if any(gradient.is_sparse for gradient in gradients):
+        if any(map(_is_sparse, gradients)):
             gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
         return found_non_finite(gradients) if gradients else None
 
@@ -353,9 +355,9 @@ class FiniteGuard(Technique, Settings):
             raise error
         if found:
             raise RefusedStepError("a gradient is not finite")
-        if losses and ctx.module.automatic_optimization:  # Lightning divides each loss by the factor
-            mean = math.fsum(values) * ctx.window.factor / (ctx.window.held or 1)
-            self._note_mean(mean, int(ctx.trainer.global_step))
+        if values and self.spike != "ignore" and ctx.module.automatic_optimization:
+            # Lightning divides each loss by the factor
+            self._note_mean(math.fsum(values) * ctx.window.factor / (ctx.window.held or 1), self._step)
 
     def _note_mean(self, loss: float, step: int) -> None:
         """Compare the mean loss of a window with those of the last steps.
@@ -384,13 +386,13 @@ class FiniteGuard(Technique, Settings):
         """Run a batch under automatic optimization; skip its step if it must not be taken."""
         self._step = int(ctx.trainer.global_step)
         try:
-            result = proceed(*args, **kwargs)
-            if ctx.window.is_last and patches.engine_left_out(ctx.strategy):
+            result, ends = proceed(*args, **kwargs), ctx.window.is_last
+            if ends and patches.engine_left_out(ctx.strategy):
                 self._left_out_by_engine(ctx)
         except RefusedStepError as error:
             failure = error
         else:
-            if ctx.window.is_last:
+            if ends:
                 self._end_window(ctx)
             return result
         self._decide(ctx, failure, ctx.trainer.optimizers)
@@ -428,9 +430,8 @@ class FiniteGuard(Technique, Settings):
             self._spikes.add(self._mean)
         self._begin_window()
         scaler = patches.scaler_of(ctx.strategy.precision_plugin)
-        if scaler is not None and not self._stepped:
-            self._left_out_by(scaler, ctx)
-        self._stepped = False
+        if scaler is not None:
+            self._count_left_out(scaler, ctx)
 
     def _step_anew(self, ctx: Run) -> None:
         """Let the next step be taken whatever this one's losses were."""
@@ -452,7 +453,14 @@ class FiniteGuard(Technique, Settings):
         self.skipped_by_scaler += 1
         patches.log_metrics(ctx.trainer, {"finite_guard/skipped_by_scaler": self.skipped_by_scaler})
 
-    def _left_out_by(self, scaler: Any, ctx: Run) -> None:
+    def _count_left_out(self, scaler: Any, ctx: Run) -> None:
+        """Count a step that the scaler left out."""
+        stepped, self._stepped = self._stepped, False
+        if any(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in ctx.trainer.optimizers):
+            before, self._scale = self._scale, scaler.get_scale()  # a fused one is called all the same
+            stepped = self._scale >= before
+        if stepped:
+            return
         self.skipped_by_scaler += 1
         scale = scaler.get_scale()
         counted = {"finite_guard/loss_scale": scale, "finite_guard/skipped_by_scaler": self.skipped_by_scaler}
@@ -542,7 +550,10 @@ class FiniteGuard(Technique, Settings):
                 " resume from an earlier checkpoint with a lower learning rate"
             )
         if touched:
-            return "weights have been changed: resume from the last checkpoint"
+            return (
+                "weights have been changed: resume from the last checkpoint; where gradients are released, write"
+                " Trainer(gradient_clip_val=1.0), which keeps them until the step"
+            )
         if policy == "skip_window":
             return (
                 f"it is skipped step {self._in_a_row} in a row, and callback.finite_guard.max_skips={self.max_skips}:"
