@@ -1,0 +1,1 @@
+"""Injected faults: `make faults` runs all of them, and the quick ones are tests."""
