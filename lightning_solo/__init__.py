@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lightning_solo.attach import list_presets as list_presets
     from lightning_solo.attach import show as show
     from lightning_solo.attach import trainer_kwargs as trainer_kwargs
+    from lightning_solo.checkpoint.manifest import latest_checkpoint as latest_checkpoint
     from lightning_solo.export.weights import export_weights as export_weights
     from lightning_solo.lightning_cli import SoloCLI as SoloCLI
     from lightning_solo.planner.plan import Plan as Plan
@@ -48,6 +49,7 @@ _HOME = {
     **dict.fromkeys(("trainer_kwargs", "list_presets", "show"), "lightning_solo.attach"),
     "trainer": "lightning_solo.trainers",
     "export_weights": "lightning_solo.export.weights",
+    "latest_checkpoint": "lightning_solo.checkpoint.manifest",
     "SoloCLI": "lightning_solo.lightning_cli",
     "Plan": "lightning_solo.planner.plan",
     "plan": "lightning_solo.planner.preset_plans",

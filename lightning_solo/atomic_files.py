@@ -24,11 +24,21 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     try:
         yield new
         if durable:
-            with new.open("rb") as file:
-                os.fsync(file.fileno())
-        new.replace(path)
+            sync(new)
+        os.replace(new, path)
+        if durable:
+            sync(path.parent)  # the name
     finally:
         new.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.checkpoint_files import loaded
+from lightning_solo.checkpoint.damage import loaded
 from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import BudgetError, CapabilityError, ConflictError
 from lightning_solo.optim.adamw_state_dict import require_plain_states, unmarked

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_solo"
 LEVELS = {
     "atomic_files": 0,
-    "checkpoint_files": 0.1,
+    "checkpoint": 0.9,
     "attributes": 0,
     "cpp_builds": 0.1,
     "errors": 0,

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.atomic_files import write_json
-from lightning_solo.checkpoint_files import LAST, refuse_damaged
+from lightning_solo.checkpoint.damage import LAST, refuse_damaged
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.machine import VERSIONS, versions
 from lightning_solo.presets import old_spellings

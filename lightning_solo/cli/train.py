@@ -28,7 +28,7 @@ from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.build import make, trainer_arguments
 from lightning_solo.cards.catalogue import built_in_cards, load_class
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.checkpoint_files import LAST
+from lightning_solo.checkpoint.damage import LAST
 from lightning_solo.cli import INTERRUPTED, TERMINATED, refuse
 from lightning_solo.cli.application import search_path_override
 from lightning_solo.cli.command_line import (

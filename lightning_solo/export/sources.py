@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_solo.atomic_files import whole_file
-from lightning_solo.checkpoint_files import LAST, refuse_damaged
+from lightning_solo.checkpoint.damage import LAST, refuse_damaged
 from lightning_solo.errors import CheckpointError, SoloError
 
 ENGINE_STATES = "*_model_states.pt"

@@ -7,10 +7,12 @@ each one a test in `tests/seams/test_patches.py`, for both homes, fails if its t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 from weakref import proxy
 
@@ -438,6 +440,20 @@ def engine_left_out(strategy: Any) -> bool | None:
     """Return whether DeepSpeed's engine left out its last step, for a gradient that isn't finite; None without one."""
     left_out: bool | None = getattr(next(iter(strategy.optimizers), None), "overflow", None)
     return left_out
+
+
+def checkpoint_folders(trainer: Any) -> list[str]:
+    """Return the folders of a Trainer's `ModelCheckpoint` callbacks, which have been set up."""
+    folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    return list(dict.fromkeys(str(folder) for folder in folders if folder))
+
+
+def requeue_path(trainer: Any) -> Path | None:
+    """Return the path from which Lightning resumes a job that SLURM runs again; None if SLURM won't."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if not getattr(environment, "auto_requeue", False) or "SLURM_JOB_ID" not in os.environ:
+        return None
+    return Path(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
 
 def scaler_of(precision: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The last checkpoint of a run, and the check that tells a damaged file from one that can't be used otherwise."""
+"""Damaged checkpoints, which torch may load without noticing."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ LAST = Path("checkpoints", "last.ckpt")
 
 
 def loaded(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the checkpoint that ``load`` reads from a path.
+    """Return the checkpoint that ``load`` reads from a path, after a check of the file.
 
     Raises:
         CheckpointError: the file is damaged; names the other checkpoints in its folder.
     """
-    try:
-        return load(path, *args, **kwargs)
-    except Exception:
-        refuse_damaged(Path(path), "ckpt_path=...")
-        raise
+    refuse_damaged(Path(path), "ckpt_path=...")
+    return load(path, *args, **kwargs)
 
 
 def refuse_damaged(path: Path, another: str) -> None:
@@ -36,18 +33,19 @@ def refuse_damaged(path: Path, another: str) -> None:
     Raises:
         CheckpointError: the file is damaged; names the reason and the other checkpoints in its folder.
     """
-    if path.is_file() and (reason := _damage(path)):
+    if path.is_file() and (reason := damage(path)):
         others = ", ".join(sorted(other.name for other in path.parent.glob("*.ckpt") if other != path))
         beside = f"; other checkpoints here: {others}" if others else ""
         raise CheckpointError(f"{path} is damaged ({reason}){beside}; replace it, or take another: {another}")
 
 
-def _damage(path: Path) -> str | None:
-    if not path.stat().st_size:
-        return "it is empty"
+def damage(path: Path) -> str | None:
+    """Return how a file differs from what was written, by the checksums of its entries; None if it doesn't."""
     try:
+        if not path.stat().st_size:
+            return "it is empty"
         with zipfile.ZipFile(path) as archive:
             part = archive.testzip()
-    except (zipfile.BadZipFile, OSError) as error:
-        return str(error)
+    except Exception as error:  # of many kinds, by the content
+        return str(error) or type(error).__name__
     return part and f"{part} has another checksum"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_solo.checkpoint_files import loaded, refuse_damaged
+from lightning_solo.checkpoint.damage import loaded, refuse_damaged
 from lightning_solo.errors import CheckpointError
 from tests.messages import mentions
 

@@ -1,0 +1,197 @@
+"""The record of a folder's checkpoints, by which the newest valid one is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_solo.atomic_files import sync
+from lightning_solo.checkpoint.damage import damage
+from lightning_solo.checkpoint.writing import Written, corrupt, digest, unloadable
+from lightning_solo.errors import CheckpointError, listed
+
+MANIFEST = "manifest.jsonl"
+"""File in a folder of checkpoints, with a line for each one that was written."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a manifest: a file that was written.
+
+    A line is written before its file gets its name. So a file is as it was written if any line has its hash, whatever
+    happened in between, and a file may have been renamed.
+
+    Attributes:
+        file: its name in the folder.
+        step: optimizer steps at which it was saved.
+        epoch: the epoch at which it was saved, counted from 0.
+        size: its bytes.
+        sha256: its hash.
+        configuration: hash of what trained: techniques, parameters and their shapes; empty if unknown.
+        versions: package -> version that wrote it.
+    """
+
+    file: str
+    step: int
+    epoch: int
+    size: int
+    sha256: str
+    configuration: str = ""
+    versions: dict[str, str] | None = None
+
+
+def append(folder: Path, entry: Entry, *, durable: bool = True) -> None:
+    """Add a line to the manifest of a folder."""
+    path = folder / MANIFEST
+    is_new = not path.exists()
+    with path.open("ab") as file:
+        # a leading line break ends a line that a killed process has left unfinished
+        file.write(b"\n" + json.dumps(asdict(entry)).encode() + b"\n")
+        file.flush()
+        if durable:
+            os.fsync(file.fileno())
+    if is_new and durable:
+        sync(folder)
+
+
+def entries(folder: Path) -> list[Entry]:
+    """Return the lines of a folder's manifest, the oldest first; lines that can't be read are left out."""
+    try:
+        lines = (folder / MANIFEST).read_bytes().splitlines()
+    except OSError:
+        return []
+    return [entry for line in lines if (entry := _parsed(line)) is not None]
+
+
+def _parsed(line: bytes) -> Entry | None:
+    try:
+        values = json.loads(line)
+        entry = Entry(**{field.name: values[field.name] for field in fields(Entry) if field.name in values})
+    except (ValueError, TypeError, KeyError):
+        return None
+    numbers = isinstance(entry.step, int) and isinstance(entry.epoch, int) and isinstance(entry.size, int)
+    return entry if numbers and isinstance(entry.file, str) and isinstance(entry.sha256, str) else None
+
+
+def difference(path: Path) -> str | None:
+    """Return how a checkpoint's file differs from what was written; None if it doesn't.
+
+    A file that the manifest doesn't list is checked by the checksums of its entries alone.
+    """
+    if not path.is_file():
+        return "it isn't there"
+    listed_here = entries(path.parent)
+    if not any(entry.file == path.name for entry in listed_here):
+        found = digest(path) if listed_here else None
+        return None if found in map(_written, listed_here) else damage(path) or corrupt(path)
+    sizes = {entry.size for entry in listed_here}
+    size = path.stat().st_size
+    if size not in sizes:
+        return damage(path) or f"it has {size:,} bytes, which no line of {MANIFEST} has"
+    if digest(path) not in map(_written, listed_here):
+        return damage(path) or f"its SHA-256 is in no line of {MANIFEST}"
+    return None
+
+
+def _written(entry: Entry) -> Written:
+    return Written(entry.size, entry.sha256)
+
+
+def require_valid(path: Path) -> None:
+    """Refuse a checkpoint that isn't as it was written.
+
+    Raises:
+        CheckpointError: names the difference and the valid checkpoints beside it.
+    """
+    if (reason := difference(path)) is None:
+        return
+    others = [other.name for other in _files(path.parent) if other != path and difference(other) is None]
+    beside = f"valid here: {listed(others)}" if others else "there is no valid one beside it"
+    raise CheckpointError(
+        f"{path} isn't as it was written ({reason}); {beside}. Resume from another file, or with ckpt_path="
+        f"solo.latest_checkpoint({str(path.parent)!r})"
+    )
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
+    """Return the path of the newest valid checkpoint in a folder; None if the folder has no checkpoints.
+
+    The newest is the one of the most optimizer steps, whatever the files' times are. Its content is compared with the
+    manifest that `SafeCheckpoint` wrote. Without one, or for files that it doesn't list, the checksums within the files
+    are checked, and the manifest is written anew. A warning names each file that is passed over.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none is valid.
+    """
+    root = Path(folder)
+    found = sorted(_candidates(root), key=lambda each: each[:3], reverse=True)
+    rejected = []
+    for _, _, _, path in found:
+        reason = difference(path)
+        if reason is None:
+            _warn_of(rejected, path)
+            _relist(root, path)
+            return str(path)
+        rejected.append(f"{path.name}: {reason}")
+    if rejected:
+        raise CheckpointError(
+            f"no valid checkpoint in {root}: {'; '.join(rejected)}. Restore one from a copy, or train from the"
+            " beginning in another folder"
+        )
+    return None
+
+
+def _warn_of(rejected: list[str], path: Path) -> None:
+    for text in rejected:
+        warnings.warn(f"passed over {text}; resuming from {path.name}", stacklevel=4)
+
+
+def _candidates(root: Path) -> Iterator[tuple[int, int, str, Path]]:
+    """Yield (step, number of the line, name, path) of each checkpoint."""
+    lines = entries(root)
+    numbers = {entry.file: (entry.step, number) for number, entry in enumerate(lines)}
+    for path in _files(root):
+        step, number = numbers.get(path.name) or (step_of(path), -1)
+        yield step, number, path.name, path
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.ckpt") if path.is_file())
+
+
+def step_of(path: Path) -> int:
+    """Return the optimizer steps of a checkpoint's file; of one that can't be read, a number above all others."""
+    if damage(path) is not None:
+        return sys.maxsize
+    step = _loops(path).get("global_step", -1)
+    return step if isinstance(step, int) else -1
+
+
+def _loops(path: Path) -> dict[str, Any]:
+    if unloadable(path) is not None:
+        return {}
+    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return content if isinstance(content, dict) else {}
+
+
+def _relist(root: Path, path: Path) -> None:
+    """Add a line for a valid file that has none."""
+    lines = entries(root)
+    if any(entry.file == path.name for entry in lines):
+        return
+    loops, found = _loops(path), digest(path)
+    step, epoch = loops.get("global_step", 0), loops.get("epoch", 0)
+    if not (isinstance(step, int) and isinstance(epoch, int)):
+        step, epoch = 0, 0
+    try:
+        append(root, Entry(path.name, step, epoch, found.size, found.sha256))
+    except OSError:  # a folder that can only be read
+        return

@@ -1,0 +1,183 @@
+"""Write a checkpoint so that its path has either the former file or a verified new one, whatever happens."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_solo.atomic_files import whole_file
+from lightning_solo.checkpoint.damage import damage
+from lightning_solo.errors import CheckpointError
+from lightning_solo.units import format_bytes
+
+REST = 1 << 20
+"""Bytes that a file takes beside its tensors, at most; a guess for the check of free space."""
+
+
+class Written(NamedTuple):
+    """A file's size in bytes and its SHA-256."""
+
+    size: int
+    sha256: str
+
+
+class _Hashed:
+    """A file whose content is hashed as it is written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self.size = 0
+        self.error: OSError | None = None  # torch replaces it by another one
+
+    def write(self, data: Any) -> int:
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self._hash.update(data)
+        self.size += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    @property
+    def written(self) -> Written:
+        return Written(self.size, self._hash.hexdigest())
+
+
+def write(
+    checkpoint: Mapping[str, Any], path: Path, record: Callable[[Written], None] = lambda _: None, *, sync: bool = True
+) -> Written:
+    """Write a checkpoint, verify what was written, and only then let it replace the file at the path.
+
+    The file is read back before it is used: its checksums must be right. A warning says so if torch can't load it with
+    ``weights_only=True``.
+
+    Args:
+        checkpoint: as ``torch.save`` takes it.
+        path: of the file.
+        record: called with the file's size and hash just before it gets its name.
+        sync: wait until the file and its name are on the disk, so that they survive a power failure.
+
+    Raises:
+        CheckpointError: the file can't be written, or not read back; the former file is unchanged.
+    """
+    hashed = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _require_space(path, tensor_bytes(checkpoint) + REST)
+        with whole_file(path, durable=sync) as new:
+            with new.open("xb") as file:
+                hashed = _Hashed(file)
+                torch.save(checkpoint, hashed)
+            verify(new, hashed.size)
+            record(hashed.written)
+    except (OSError, RuntimeError) as error:
+        cause = error if hashed is None or hashed.error is None else hashed.error
+        if isinstance(error, CheckpointError) or not isinstance(cause, OSError):
+            raise
+        raise CheckpointError(_cannot_be_written(path, cause, tensor_bytes(checkpoint) + REST)) from cause
+    return hashed.written
+
+
+def verify(path: Path, size: int) -> None:
+    """Read back a file that was written; warn if torch can't load it with ``weights_only=True``.
+
+    Raises:
+        CheckpointError: it has another size or other content.
+    """
+    found = path.stat().st_size
+    reason = damage(path) if found == size else f"it has {found:,} bytes, and {size:,} were written"
+    if reason is not None:
+        raise CheckpointError(f"the checkpoint can't be read back from {path.parent}: {reason}")
+    if (reason := unloadable(path)) is not None:
+        warnings.warn(
+            f"the checkpoint is whole, but can't be resumed with weights_only=True: {reason}; leave such objects out,"
+            " as in self.save_hyperparameters(ignore=[...])",
+            stacklevel=2,
+        )
+
+
+def unloadable(path: Path) -> str | None:
+    """Return why torch can't load a file with ``weights_only=True``; None if it can. Tensors are mapped, not read."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # of many kinds, by the content
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return next((line.strip() for line in lines if "GLOBAL" in line), lines[0])
+    return None
+
+
+def corrupt(path: Path) -> str | None:
+    """Return why torch can't read a file, whatever objects it has; None if it can."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:  # an object that weights_only=True refuses
+        return None
+    except Exception as error:
+        return str(error).partition(".")[0]
+    return None
+
+
+def digest(path: Path) -> Written:
+    """Return the size and hash of a file."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
+        return Written(file.tell(), found.hexdigest())
+
+
+def _digest(file: IO[bytes]) -> Any:  # Python 3.10
+    found = hashlib.sha256()
+    while block := file.read(1 << 20):
+        found.update(block)
+    return found
+
+
+def tensor_bytes(checkpoint: Any) -> int:
+    """Return the bytes of the storages of all tensors in a checkpoint."""
+    storages = {}
+    for leaf in tree_leaves(checkpoint):
+        if isinstance(leaf, Tensor):
+            storage = leaf.untyped_storage()
+            storages[storage.data_ptr(), storage.device] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _require_space(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path.parent).free
+    if free < needed:
+        raise CheckpointError(
+            f"{path} needs {format_bytes(needed)}, and its disk has {format_bytes(free)} free; the former file is"
+            f" unchanged. Free {format_bytes(needed - free)} there, or save to another folder, such as"
+            " ModelCheckpoint(dirpath=...)"
+        )
+
+
+def _cannot_be_written(path: Path, error: OSError, needed: int) -> str:
+    reasons = {
+        errno.ENOSPC: "the disk is full",
+        errno.EDQUOT: "the quota of the disk is used up",
+        errno.EFBIG: "a limit of the size of files is reached (ulimit -f)",
+        errno.EROFS: "the disk is read-only",
+        errno.EACCES: f"the folder can't be written by user {os.getuid()}",
+        errno.EPERM: f"the folder can't be written by user {os.getuid()}",
+    }
+    reason = reasons.get(error.errno or 0, str(error))
+    return (
+        f"{path} can't be written: {reason}. It needs {format_bytes(needed)}; the former file is unchanged. Mend that,"
+        " or save to another folder, such as ModelCheckpoint(dirpath=...)"
+    )

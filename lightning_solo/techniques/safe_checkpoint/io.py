@@ -1,0 +1,208 @@
+"""Lightning's interface for reading and writing checkpoints, over files that are never lost."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from lightning_solo.checkpoint.lock import lock
+from lightning_solo.checkpoint.manifest import Entry, append, difference, entries, require_valid
+from lightning_solo.checkpoint.plain import plain
+from lightning_solo.checkpoint.snapshot import snapshot
+from lightning_solo.checkpoint.writing import Written, tensor_bytes, write
+from lightning_solo.errors import CheckpointError
+from lightning_solo.machine import versions
+from lightning_solo.memory.host_slabs import host_room
+from lightning_solo.units import format_bytes
+
+
+class SafeIO:
+    """Writes checkpoints by `checkpoint.writing.write`, and reads only those that are as they were written.
+
+    Args:
+        before: Lightning's object of this kind, which reads.
+        asynchronous: write a copy in a thread.
+        durable: wait until a file is on the disk.
+    """
+
+    def __init__(self, before: Any, *, asynchronous: bool, durable: bool) -> None:
+        self.before = before
+        self.asynchronous = asynchronous
+        self.durable = durable
+        self.configuration = ""  # hash of what trains
+        self.holds_locks = False  # until `release`
+        self._locks: dict[Path, IO[str]] = {}
+        self._verified: dict[Path, tuple[int, int]] = {}  # written by this run -> size, time
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_locks": {}, "_thread": None, "_error": None}
+
+    # --- Lightning's interface ---
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint.
+
+        Raises:
+            CheckpointError: it can't be written; the former file is unchanged. With ``asynchronous`` the next call
+                raises it.
+        """
+        if storage_options is not None:
+            raise TypeError("save_checkpoint takes no storage_options under SafeCheckpoint: it writes local files")
+        target = local(path)
+        self.wait()
+        self.claim(target.parent)
+        checkpoint = plain(checkpoint)
+        if self.asynchronous and self._has_room(checkpoint):
+            write = partial(self._write_in_thread, snapshot(checkpoint), target)
+            self._thread = threading.Thread(target=write, name="checkpoint")
+            self._thread.start()
+        else:
+            self._write(checkpoint, target)
+        if not self.holds_locks:  # after the fit
+            self.release()
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Read a checkpoint that is as it was written.
+
+        Raises:
+            CheckpointError: it isn't; names the valid ones beside it.
+        """
+        self.wait()
+        target = local(path)
+        if target.is_file():
+            require_valid(target)
+        return self.before.load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint, unless it is the last valid one in its folder."""
+        self.wait()
+        target = local(path)
+        if target.is_file() and not any(self._is_valid(other) for other in self._others(target)):
+            warnings.warn(f"{target} is kept: it is the last valid checkpoint in its folder", stacklevel=2)
+            return
+        self.before.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Wait for the thread that writes, and let other runs use the folders."""
+        self.release()
+        self.before.teardown()
+
+    # --- what it consists of ---
+
+    def claim(self, folder: Path) -> None:
+        """Lock a folder for this run, once."""
+        if folder in self._locks and not folder.exists():
+            self._locks.pop(folder).close()
+            warnings.warn(
+                f"{folder} was deleted during the run, with all checkpoints in it: it is created anew", stacklevel=3
+            )
+        if folder not in self._locks:
+            try:
+                self._locks[folder] = lock(folder)
+            except OSError as error:
+                raise CheckpointError(
+                    f"no checkpoint can be saved in {folder}: {error.strerror}; save to another folder, such as"
+                    " ModelCheckpoint(dirpath=...)"
+                ) from error
+
+    def release(self) -> None:
+        """Wait for the thread that writes, and let other runs use the folders."""
+        try:
+            self.wait()
+        finally:
+            self.holds_locks = False
+            while self._locks:
+                self._locks.popitem()[1].close()
+
+    def wait(self) -> None:
+        """Wait until the thread has written its checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _write_in_thread(self, checkpoint: Mapping[str, Any], path: Path) -> None:
+        try:
+            self._write(checkpoint, path)
+        except BaseException as error:
+            self._error = error
+
+    def _write(self, checkpoint: Mapping[str, Any], path: Path) -> None:
+        def record(written: Written) -> None:
+            step, epoch = (int(checkpoint.get(name) or 0) for name in ("global_step", "epoch"))
+            entry = Entry(path.name, step, epoch, *written, self.configuration, versions())
+            append(path.parent, entry, durable=self.durable)
+
+        write(checkpoint, path, record, sync=self.durable)
+        self._verified[path] = _state_of(path)
+
+    def _has_room(self, checkpoint: Mapping[str, Any]) -> bool:
+        needed, room = tensor_bytes(checkpoint), host_room()
+        if needed > room and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"callback.safe_checkpoint.asynchronous: a copy of the checkpoint takes {format_bytes(needed)} of host"
+                f" memory, and {format_bytes(room)} are available; it is written while training waits",
+                stacklevel=3,
+            )
+        return needed <= room
+
+    def _others(self, path: Path) -> list[Path]:
+        names = dict.fromkeys(entry.file for entry in reversed(entries(path.parent)))
+        return [path.parent / name for name in names if name != path.name]
+
+    def _is_valid(self, path: Path) -> bool:
+        return path.is_file() and (self._verified.get(path) == _state_of(path) or difference(path) is None)
+
+
+def _state_of(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def local(path: Any) -> Path:
+    """Return a path of this machine.
+
+    Raises:
+        CheckpointError: it is on another machine.
+    """
+    text = str(path)
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme not in ("file", "local"):
+        raise CheckpointError(
+            f"{text}: checkpoints are written and verified on this machine's disks; save to a local folder and upload"
+            " the files afterwards, or write ~callback.safe_checkpoint"
+        )
+    return Path(rest if separator else text).absolute()
+
+
+def replaced_io(strategy: Any, make: Callable[[Any], SafeIO]) -> SafeIO:
+    """Give a strategy a `SafeIO`, in place of Lightning's own reader and writer of files.
+
+    Raises:
+        CheckpointError: the strategy has another one, of the user's.
+    """
+    before = strategy.checkpoint_io
+    if isinstance(before, SafeIO):
+        before = before.before
+    if type(before).__name__ != "TorchCheckpointIO":
+        raise CheckpointError(
+            f"callback.safe_checkpoint and plugins=[{type(before).__name__}(...)]: both write the checkpoints; drop the"
+            " plugin (callback.safe_checkpoint.asynchronous=true saves in a thread), or write"
+            " ~callback.safe_checkpoint"
+        )
+    strategy.checkpoint_io = made = make(before)
+    return made

@@ -1,1 +1,0 @@
-"""Injected faults: `make faults` runs all of them, and the quick ones are tests."""
