@@ -392,6 +392,14 @@ def finite_guard_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, command, explained)
 
 
+def checkpoints_table(result: dict[str, Any]) -> str:
+    """Return what a save of a checkpoint takes, by the way it is saved."""
+    rows = [[row["way"], f"{row['seconds']:.3f} s", f"{row['of_torch_save']:.2f} x"] for row in result["rows"]]
+    heads = [f"a save of {result['mebibytes']} MiB", "time", "of `torch.save`"]
+    command = "python examples/measure_checkpoints.py --write examples/results/checkpoints_cpu.json"
+    return table(heads, rows) + note(result, command, f"Median of {result['repeats']} saves each, which take turns.")
+
+
 def loader_advice_table(result: dict[str, Any]) -> str:
     """Return what options of a loader were said to save at most, and what they saved."""
     rows = []
@@ -765,6 +773,7 @@ TABLES = {
     "kernels.json": kernels_table,
     "prefetch_cpu.json": prefetch_table,
     "finite_guard_cpu.json": finite_guard_table,
+    "checkpoints_cpu.json": checkpoints_table,
     "loader_advice_cpu.json": loader_advice_table,
     "micro_batching_cpu.json": micro_batching_table,
     "curriculum_cpu.json": curriculum_table,

@@ -90,8 +90,8 @@ def difference(path: Path) -> str | None:
         return "it isn't there"
     listed_here = entries(path.parent)
     if not any(entry.file == path.name for entry in listed_here):
-        found = digest(path) if listed_here else None
-        return None if found in map(_written, listed_here) else damage(path) or corrupt(path)
+        renamed = bool(listed_here) and digest(path) in map(_written, listed_here)
+        return None if renamed else damage(path) or corrupt(path)
     sizes = {entry.size for entry in listed_here}
     size = path.stat().st_size
     if size not in sizes:
@@ -125,7 +125,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest valid checkpoint in a folder; None if the folder has no checkpoints.
 
     The newest is the one of the most optimizer steps, whatever the files' times are. Its content is compared with the
-    manifest that `SafeCheckpoint` wrote. Without one, or for files that it doesn't list, the checksums within the files
+    manifest that was written with them. Without one, or for files that it doesn't list, the checksums within the files
     are checked, and the manifest is written anew. A warning names each file that is passed over.
 
     Raises:
@@ -133,7 +133,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """
     root = Path(folder)
     found = sorted(_candidates(root), key=lambda each: each[:3], reverse=True)
-    rejected = []
+    rejected: list[str] = []
     for _, _, _, path in found:
         reason = difference(path)
         if reason is None:
@@ -182,16 +182,22 @@ def _loops(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def list_file(path: Path) -> None:
+    """Add a line for a valid file that was written otherwise, if its folder has a manifest."""
+    if entries(path.parent):
+        _append_found(path)
+
+
 def _relist(root: Path, path: Path) -> None:
     """Add a line for a valid file that has none."""
-    lines = entries(root)
-    if any(entry.file == path.name for entry in lines):
-        return
+    if not any(entry.file == path.name for entry in entries(root)):
+        try:
+            _append_found(path)
+        except OSError:  # a folder that can only be read
+            return
+
+
+def _append_found(path: Path) -> None:
     loops, found = _loops(path), digest(path)
-    step, epoch = loops.get("global_step", 0), loops.get("epoch", 0)
-    if not (isinstance(step, int) and isinstance(epoch, int)):
-        step, epoch = 0, 0
-    try:
-        append(root, Entry(path.name, step, epoch, found.size, found.sha256))
-    except OSError:  # a folder that can only be read
-        return
+    step, epoch = (value if isinstance(value := loops.get(name), int) else 0 for name in ("global_step", "epoch"))
+    append(path.parent, Entry(path.name, step, epoch, found.size, found.sha256))

@@ -10,31 +10,49 @@ import torch
 from torch import Tensor
 
 
-def snapshot(value: Any) -> Any:
-    """Return a copy of a checkpoint with all tensors in host memory; tensors that share memory share it in the copy."""
-    return _copied(value, {})
+class Snapshots:
+    """Copies of checkpoints, each in the memory of the one before, since fresh memory takes longer than the copy."""
+
+    def __init__(self) -> None:
+        self._spare: dict[int, list[torch.UntypedStorage]] = {}  # bytes -> memory of the last copy
+        self._used: list[torch.UntypedStorage] = []
+
+    def copy(self, checkpoint: Any) -> Any:
+        """Return a copy with all tensors in host memory; it is valid until the next one.
+
+        Tensors that share memory share it in the copy.
+        """
+        self._spare.clear()
+        for storage in self._used:
+            self._spare.setdefault(storage.nbytes(), []).append(storage)
+        self._used = []
+        return self._copied(checkpoint, {})
+
+    def _copied(self, value: Any, storages: dict[Any, torch.UntypedStorage]) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy_of(value.detach(), storages)
+        if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
+            changed: Any = copy.copy(value)  # keeps the attributes of a state dict
+            for key, each in value.items():
+                changed[key] = self._copied(each, storages)
+            return changed
+        if type(value) in (list, tuple):
+            return type(value)(self._copied(each, storages) for each in value)
+        return copy.deepcopy(value)
+
+    def _copy_of(self, tensor: Tensor, storages: dict[Any, torch.UntypedStorage]) -> Tensor:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return tensor.clone().cpu()
+        storage = tensor.untyped_storage()
+        key = storage.device, storage.data_ptr(), storage.nbytes()
+        if key not in storages:
+            spare = self._spare.get(storage.nbytes())
+            storages[key] = spare.pop() if spare else _new(storage.nbytes())
+            storages[key].copy_(storage)
+            self._used.append(storages[key])
+        same = torch.empty(0, dtype=tensor.dtype)
+        return same.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
 
 
-def _copied(value: Any, storages: dict[Any, torch.UntypedStorage]) -> Any:
-    if isinstance(value, Tensor):
-        return _copy_of(value.detach(), storages)
-    if isinstance(value, Mapping) and hasattr(value, "__setitem__"):
-        changed: Any = copy.copy(value)  # keeps the attributes of a state dict
-        for key, each in value.items():
-            changed[key] = _copied(each, storages)
-        return changed
-    if type(value) in (list, tuple):
-        return type(value)(_copied(each, storages) for each in value)
-    return copy.deepcopy(value)
-
-
-def _copy_of(tensor: Tensor, storages: dict[Any, torch.UntypedStorage]) -> Tensor:
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        return tensor.clone().cpu()
-    storage = tensor.untyped_storage()
-    key = storage.device, storage.data_ptr(), storage.nbytes()
-    if key not in storages:
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
-        storages[key] = whole.to("cpu", copy=True).untyped_storage()
-    same = torch.empty(0, dtype=tensor.dtype)
-    return same.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
+def _new(size: int) -> torch.UntypedStorage:
+    return torch.empty(size, dtype=torch.uint8).untyped_storage()

@@ -9,8 +9,9 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +26,10 @@ REST = 1 << 20
 """Bytes that a file takes beside its tensors, at most; a guess for the check of free space."""
 
 
+LARGE = 1 << 18
+"""Bytes from which data is hashed where it is, without a copy."""
+
+
 class Written(NamedTuple):
     """A file's size in bytes and its SHA-256."""
 
@@ -33,21 +38,31 @@ class Written(NamedTuple):
 
 
 class _Hashed:
-    """A file whose content is hashed as it is written."""
+    """A file whose content is hashed while it is written, in a thread.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    Args:
+        file: is written.
+        pool: of the one thread that hashes.
+        lasts: whether large data stays as it is after `write`, as that of tensors on the host does.
+    """
+
+    def __init__(self, file: IO[bytes], pool: ThreadPoolExecutor, *, lasts: bool) -> None:
+        self._file, self._pool, self._lasts = file, pool, lasts
         self._hash = hashlib.sha256()
         self.size = 0
         self.error: OSError | None = None  # torch replaces it by another one
 
     def write(self, data: Any) -> int:
+        is_large = len(data) >= LARGE
+        hashing = self._pool.submit(self._hash.update, data if is_large else bytes(data))
         try:
             self._file.write(data)
         except OSError as error:
             self.error = error
             raise
-        self._hash.update(data)
+        finally:
+            if is_large and not self._lasts:
+                hashing.result()
         self.size += len(data)
         return len(data)
 
@@ -81,9 +96,9 @@ def write(
         path.parent.mkdir(parents=True, exist_ok=True)
         _require_space(path, tensor_bytes(checkpoint) + REST)
         with whole_file(path, durable=sync) as new:
-            with new.open("xb") as file:
-                hashed = _Hashed(file)
-                torch.save(checkpoint, hashed)
+            with new.open("xb") as file, ThreadPoolExecutor(1) as pool:
+                hashed = _Hashed(file, pool, lasts=_is_on_host(checkpoint))
+                torch.save(checkpoint, cast(IO[bytes], hashed))
             verify(new, hashed.size)
             record(hashed.written)
     except (OSError, RuntimeError) as error:
@@ -155,6 +170,12 @@ def tensor_bytes(checkpoint: Any) -> int:
             storage = leaf.untyped_storage()
             storages[storage.data_ptr(), storage.device] = storage.nbytes()
     return sum(storages.values())
+
+
+def _is_on_host(checkpoint: Any) -> bool:
+    """Return whether a checkpoint consists of plain data and tensors in host memory."""
+    plain = (int, float, str, bytes, type(None))
+    return all(leaf.is_cpu if isinstance(leaf, Tensor) else isinstance(leaf, plain) for leaf in tree_leaves(checkpoint))
 
 
 def _require_space(path: Path, needed: int) -> None:

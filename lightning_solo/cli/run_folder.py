@@ -8,13 +8,23 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.atomic_files import write_json
-from lightning_solo.checkpoint.damage import LAST, refuse_damaged
+from lightning_solo.checkpoint.damage import LAST
+from lightning_solo.checkpoint.manifest import latest_checkpoint
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.machine import VERSIONS, versions
 from lightning_solo.presets import old_spellings
 from lightning_solo.presets.files import leaves
 
-FREE_TO_CHANGE = ("resume", "root", "run", "allow", "trainer.max_steps", "trainer.max_epochs", "trainer.max_time")
+FREE_TO_CHANGE = (
+    "resume",
+    "fault_tolerance",
+    "root",
+    "run",
+    "allow",
+    "trainer.max_steps",
+    "trainer.max_epochs",
+    "trainer.max_time",
+)
 
 
 class RunFolder:
@@ -30,7 +40,7 @@ class RunFolder:
 
         Raises:
             PresetError: the folder can't be written.
-            CheckpointError: the folder has a run and ``resume=never``, or its last checkpoint is damaged.
+            CheckpointError: the folder has a run and ``resume=never``, or none of its checkpoints is valid.
             ConflictError: the run to resume has another configuration; lists every difference.
         """
         checkpoint = self._checkpoint(cfg)
@@ -52,7 +62,8 @@ class RunFolder:
             raise PresetError(f"root={cfg.root}: {self.path} can't be written: {error.strerror}") from error
 
     def _checkpoint(self, cfg: DictConfig) -> str | None:
-        if not (self.last.exists() or self.last.is_symlink()):
+        folder = self.last.parent
+        if not any(folder.glob("*.ckpt")):
             if cfg.resume != "never":
                 print(f"nothing to resume in {self.path}: starting at step 0")
             return None
@@ -62,8 +73,7 @@ class RunFolder:
             )
         if cfg.resume == "auto":
             self._refuse_changes(cfg)
-        refuse_damaged(self.last, "run=...")
-        return str(self.last)
+        return latest_checkpoint(folder)
 
     def _refuse_changes(self, cfg: DictConfig) -> None:
         if not self.config.exists():

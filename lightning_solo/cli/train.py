@@ -51,6 +51,8 @@ from lightning_solo.tables import Cell, Table, size, terminal
 
 AUTO_FILE = "auto.json"
 """File in a run's folder with the plan of the preset that `auto` chose."""
+FAULT_TOLERANCE = ("safe_checkpoint", "finite_guard")
+"""Techniques of each run that ``fault_tolerance=false`` doesn't turn off."""
 # Modules that the process which forks a sweep's jobs imports once for all of them
 PRELOAD = ("lightning.pytorch", "lightning_solo.reference.byte_gpt", "lightning_solo.reference.stdlib_text")
 
@@ -105,7 +107,9 @@ def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -
         checked = replace(checked, solo=solo)
     often = checked.trainer.get("log_every_n_steps") or 50  # like other logs; 0 means never
     watch = [] if checked.solo.has("throughput") else [load_class(built_in_cards()["throughput"])(every_n_steps=often)]
-    callbacks = [*watch, *plan_checks]
+    guards = FAULT_TOLERANCE if cfg.fault_tolerance else ()
+    safe = [load_class(built_in_cards()[name])() for name in guards if not checked.solo.has(name)]
+    callbacks = [*watch, *plan_checks, *safe]
     callbacks += checkpoint_callbacks(cfg, checked, run_folder)
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks)
     import lightning as L
@@ -127,10 +131,11 @@ def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -
         raise PresetError(_unlogged(cfg.monitor, trainer.callback_metrics) or str(error)) from error
     except SystemExit as exit_:
         terminated = isinstance(exit_, SIGTERMException)  # Lightning's, whose status would be 0
-        if not terminated and not isinstance(exit_.__context__, KeyboardInterrupt):
+        interrupted = isinstance(exit_.__context__, KeyboardInterrupt)
+        if not terminated and not interrupted and exit_.code not in (TERMINATED, INTERRUPTED):
             raise
         _say_interrupted(trainer, run_folder)
-        raise SystemExit(TERMINATED if terminated else INTERRUPTED) from None
+        raise SystemExit(TERMINATED if terminated or exit_.code == TERMINATED else INTERRUPTED) from None
     print_summary(trainer, data, folder, time.monotonic() - started)
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
 

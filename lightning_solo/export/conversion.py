@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_solo.checkpoint.manifest import list_file
 from lightning_solo.errors import CheckpointError, NothingToDoError
 from lightning_solo.export.sources import checkpoint_of, new_file, read, refuse_existing
 from lightning_solo.export.weights import unnamed
@@ -59,6 +60,7 @@ def convert_checkpoint(source: Path, to: str, output: Path | None = None, *, ove
     converted, notes = {"plain": to_plain, "compact": to_compact}[to](checkpoint, source)
     with new_file(output) as new, new.open("wb") as file:
         torch.save(converted, file)
+    list_file(output)
     return [f"{to}: {output}, {format_bytes(output.stat().st_size)}, of {source}", *notes]
 
 

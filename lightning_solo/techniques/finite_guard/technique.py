@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_solo.checkpoint_files import refuse_damaged
+from lightning_solo.checkpoint.damage import refuse_damaged
 from lightning_solo.data.nested import leaves
 from lightning_solo.errors import CheckpointError, ConflictError, RefusedStepError
 from lightning_solo.memory.late_values import LateValues

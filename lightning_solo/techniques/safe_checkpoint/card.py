@@ -41,7 +41,7 @@ CARD = Card(
     costs="a hash and a second reading of each file; with ``asynchronous`` a copy of the checkpoint in host memory",
     numerics="bit-exact",
     conflicts="a ``CheckpointIO`` of another package, remote folders such as ``s3://`` (refused)",
-    reference="",
+    reference="Pillai et al. 2014, All File Systems Are Not Created Equal, OSDI (what a kill may leave of a file)",
     exact=True,
     planned="left out",
 )

@@ -12,7 +12,7 @@ from typing import IO, Any
 from lightning_solo.checkpoint.lock import lock
 from lightning_solo.checkpoint.manifest import Entry, append, difference, entries, require_valid
 from lightning_solo.checkpoint.plain import plain
-from lightning_solo.checkpoint.snapshot import snapshot
+from lightning_solo.checkpoint.snapshot import Snapshots
 from lightning_solo.checkpoint.writing import Written, tensor_bytes, write
 from lightning_solo.errors import CheckpointError
 from lightning_solo.machine import versions
@@ -40,9 +40,10 @@ class SafeIO:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._warned = False
+        self._snapshots = Snapshots()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_locks": {}, "_thread": None, "_error": None}
+        return {**vars(self), "_locks": {}, "_thread": None, "_error": None, "_snapshots": Snapshots()}
 
     # --- Lightning's interface ---
 
@@ -60,7 +61,7 @@ class SafeIO:
         self.claim(target.parent)
         checkpoint = plain(checkpoint)
         if self.asynchronous and self._has_room(checkpoint):
-            write = partial(self._write_in_thread, snapshot(checkpoint), target)
+            write = partial(self._write_in_thread, self._snapshots.copy(checkpoint), target)
             self._thread = threading.Thread(target=write, name="checkpoint")
             self._thread.start()
         else:
@@ -118,6 +119,7 @@ class SafeIO:
             self.wait()
         finally:
             self.holds_locks = False
+            self._snapshots = Snapshots()  # frees their memory
             while self._locks:
                 self._locks.popitem()[1].close()
 
