@@ -56,7 +56,20 @@ FLAGS_WITH_VALUE = (
     "--cfg",
 )
 CHECKED_VALUES = 20  # of each override before a sweep; every job checks its own
-TOP = ("run", "root", "resume", "monitor", "seed", "allow", "trainer", "model", "data", "optimizer", "solo")
+TOP = (
+    "run",
+    "root",
+    "resume",
+    "monitor",
+    "fault_tolerance",
+    "seed",
+    "allow",
+    "trainer",
+    "model",
+    "data",
+    "optimizer",
+    "solo",
+)
 
 
 @dataclass(frozen=True)
@@ -139,6 +152,8 @@ def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfi
             f"resume={plain['resume']!r}{nearest(str(plain['resume']), RESUME)}one of {', '.join(RESUME)}"
         )
     check_run_name(plain["run"])
+    if type(plain["fault_tolerance"]) is not bool:
+        raise PresetError(f"fault_tolerance={plain['fault_tolerance']!r}: must be true or false")
     if type(plain["seed"]) is not int or not 0 <= plain["seed"] < 2**32:
         raise PresetError(f"seed={plain['seed']!r}: must be an integer from 0 to {2**32 - 1}, such as seed=1")
     for kind in ("model", "data"):

@@ -37,6 +37,7 @@ OURS = {
     "resume": "the same command always resumes a ladder; drop it",
     "hydra/launcher": "a ladder runs on hydra/launcher=solo; drop it",
     "monitor": "a rung keeps no checkpoint; drop it",
+    "fault_tolerance": "a rung keeps no checkpoint; drop it",
 }
 """Override of `lightning-solo train` that a ladder doesn't take -> what to write."""
 

@@ -26,6 +26,7 @@ OURS = {
     "root": "a plan writes no run; drop it",
     "resume": "a plan resumes nothing; drop it",
     "monitor": "a plan keeps no checkpoint; drop it",
+    "fault_tolerance": "a plan keeps no checkpoint; drop it",
     "hydra": "a plan runs no job; drop it",
 }
 """Override of `lightning-solo train` that a plan doesn't take -> what to write."""

@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from lightning_solo.atomic_files import read_json, write_json
-from lightning_solo.build import make, trainer_arguments
+from lightning_solo.build import built, make, trainer_arguments
 from lightning_solo.cards.catalogue import built_in_cards, load_class
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.checkpoint.damage import LAST
@@ -41,7 +41,7 @@ from lightning_solo.cli.command_line import (
 )
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.errors import PresetError, SoloError, nearest
-from lightning_solo.presets.compose import VERSION_BASE
+from lightning_solo.presets.compose import VERSION_BASE, compose
 from lightning_solo.presets.files import conf_folder
 from lightning_solo.presets.spelling import on_command_line
 from lightning_solo.requirements import check_machine
@@ -51,8 +51,6 @@ from lightning_solo.tables import Cell, Table, size, terminal
 
 AUTO_FILE = "auto.json"
 """File in a run's folder with the plan of the preset that `auto` chose."""
-FAULT_TOLERANCE = ("safe_checkpoint", "finite_guard")
-"""Techniques of each run that ``fault_tolerance=false`` doesn't turn off."""
 # Modules that the process which forks a sweep's jobs imports once for all of them
 PRELOAD = ("lightning.pytorch", "lightning_solo.reference.byte_gpt", "lightning_solo.reference.stdlib_text")
 
@@ -107,9 +105,8 @@ def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -
         checked = replace(checked, solo=solo)
     often = checked.trainer.get("log_every_n_steps") or 50  # like other logs; 0 means never
     watch = [] if checked.solo.has("throughput") else [load_class(built_in_cards()["throughput"])(every_n_steps=often)]
-    guards = FAULT_TOLERANCE if cfg.fault_tolerance else ()
-    safe = [load_class(built_in_cards()[name])() for name in guards if not checked.solo.has(name)]
-    callbacks = [*watch, *plan_checks, *safe]
+    safe = compose("fault_tolerance").techniques if cfg.fault_tolerance else ()
+    callbacks = [*watch, *plan_checks, *(built(each) for each in safe if not checked.solo.has(each.card.name))]
     callbacks += checkpoint_callbacks(cfg, checked, run_folder)
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks)
     import lightning as L
