@@ -352,6 +352,8 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "sweeps/search_space.py": 2,
         "sweeps/study.py": 1,
         "sweeps/sweep.py": 1,
+        "techniques/finite_guard/card.py": 1,
+        "techniques/finite_guard/technique.py": 4,
         "techniques/fused_kernels/technique.py": 1,
         "zero/extension.py": 3,
     },

@@ -51,7 +51,7 @@ class Snapshots:
             storages[key].copy_(storage)
             self._used.append(storages[key])
         same = torch.empty(0, dtype=tensor.dtype)
-        return same.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        return same.set_(storages[key], tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _new(size: int) -> torch.UntypedStorage:

@@ -21,11 +21,11 @@ from hydra.core.utils import run_job
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_solo.atomic_files import read_json, write_json
-from lightning_solo.build import built, make, trainer_arguments
+from lightning_solo.build import make, trainer_arguments
 from lightning_solo.cards.catalogue import built_in_cards, load_class
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.checkpoint.damage import LAST
@@ -41,7 +41,7 @@ from lightning_solo.cli.command_line import (
 )
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.errors import PresetError, SoloError, nearest
-from lightning_solo.presets.compose import VERSION_BASE, compose
+from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.files import conf_folder
 from lightning_solo.presets.spelling import on_command_line
 from lightning_solo.requirements import check_machine
@@ -105,8 +105,8 @@ def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -
         checked = replace(checked, solo=solo)
     often = checked.trainer.get("log_every_n_steps") or 50  # like other logs; 0 means never
     watch = [] if checked.solo.has("throughput") else [load_class(built_in_cards()["throughput"])(every_n_steps=often)]
-    safe = compose("fault_tolerance").techniques if cfg.fault_tolerance else ()
-    callbacks = [*watch, *plan_checks, *(built(each) for each in safe if not checked.solo.has(each.card.name))]
+    safe = [name for name in fault_tolerance() if cfg.fault_tolerance and not checked.solo.has(name)]
+    callbacks = [*watch, *plan_checks, *(load_class(built_in_cards()[name])() for name in safe)]
     callbacks += checkpoint_callbacks(cfg, checked, run_folder)
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks)
     import lightning as L
@@ -135,6 +135,12 @@ def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -
         raise SystemExit(TERMINATED if terminated or exit_.code == TERMINATED else INTERRUPTED) from None
     print_summary(trainer, data, folder, time.monotonic() - started)
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
+
+
+def fault_tolerance() -> list[str]:
+    """Return the names of the techniques of the preset `fault_tolerance`, without composing it."""
+    defaults = OmegaConf.load(conf_folder() / "library" / "solo" / "fault_tolerance.yaml").defaults
+    return [name for entry in defaults if OmegaConf.is_dict(entry) for name in entry.get("callback", ())]
 
 
 def chosen(checked: CheckedConfig, file: Path, *, resumes: bool) -> tuple[Configuration, list[Any]]:
