@@ -392,12 +392,13 @@ def clipped_norms(precision: Any, record: Callable[[Any, Any], None]) -> Iterato
 
 
 def saves_noted(strategy: Any, note: Callable[[Any], None]) -> Any:
-    """Call ``note(path)`` after each checkpoint that the strategy has saved."""
+    """Call ``note(path)`` after each checkpoint with optimizer states that the strategy has saved."""
     stock = strategy.save_checkpoint
 
     def save_checkpoint(checkpoint: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
         stock(checkpoint, filepath, *args, **kwargs)
-        note(filepath)
+        if "optimizer_states" in checkpoint:
+            note(filepath)
 
     return replaced(strategy, "save_checkpoint", save_checkpoint)
 

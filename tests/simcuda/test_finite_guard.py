@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,23 @@ def test_a_fused_optimizer_does_not_step(
     with pytest.raises(CheckpointError, match="last checkpoint"):
         module.trainer.save_checkpoint(tmp_path / "later.ckpt")
     assert not hasattr(module.trainer.optimizers[0], "found_inf")
+
+
+def test_nothing_is_saved_of_a_fit_that_is_interrupted_after_it(make_trainer: Make, tmp_path: Path) -> None:
+    class Interrupted(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == last:
+                raise LookupError
+
+    for last, saved in ((3, 1), (4, 0)):
+        folder = tmp_path / str(last)
+        saves = lightning.pytorch.callbacks.ModelCheckpoint(folder, save_on_exception=True)
+        with pytest.warns(UserWarning, match="FiniteGuard") if not saved else nullcontext(), pytest.raises(LookupError):
+            fit(
+                make_trainer, FiniteGuard(), Interrupted(), saves, batches=data(4), module=in_fused(),
+                enable_checkpointing=True,
+            )  # fmt: skip
+        assert len(list(folder.glob("*.ckpt"))) == saved
 
 
 def test_other_policies_wait(make_trainer: Make) -> None:

@@ -334,6 +334,11 @@ def test_a_run_goes_back_to_one_checkpoint_a_limited_number_of_times(make_traine
         fit(make_trainer, guard, saves, batches=data(5, 7, 8), enable_checkpointing=True)
     assert guard.rewinds == 2
     assert raised.value.batch_idx == 8
+    weights = lightning.pytorch.callbacks.ModelCheckpoint(
+        tmp_path / "weights", every_n_train_steps=1, save_weights_only=True
+    )
+    with pytest.raises(RefusedStepError, match=mentions("no checkpoint", "every_n_train_steps")):
+        fit(make_trainer, FiniteGuard(policy="rewind"), weights, batches=data(5), enable_checkpointing=True)
     with pytest.raises(RefusedStepError, match=mentions("no checkpoint", "every_n_train_steps")):
         fit(make_trainer, FiniteGuard(policy="rewind"), batches=data(1), enable_checkpointing=True)
     with pytest.raises(ConflictError, match=mentions("policy=rewind", "enable_checkpointing", "policy=stop")):
@@ -484,6 +489,26 @@ def test_the_mean_loss_of_a_window_is_compared(make_trainer: Make) -> None:
     assert guard.state_dict()["losses"] == pytest.approx([2.0, 7.0, 10.5])  # of batches 0 to 4, 5 to 9, 10 and 11
 
 
+def test_a_batch_that_runs_again_in_smaller_parts_counts_once(make_trainer: Make) -> None:
+    tried: list[int] = []
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        tried.append(batch_idx)
+        if batch_idx == 4 and (len(batch[0]) > 2 or tried.count(4) == 3):  # the second part of the second try
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+    losses = []
+    for methods in ({}, {"training_step": training_step}):
+        guard = FiniteGuard()
+        module = module_of(lightning.pytorch, False, **methods)
+        fit(make_trainer, guard, module=module, preset="micro_batching", overrides=["precision=32-true"])
+        losses.append(guard.state_dict()["losses"])
+    assert tried.count(4) == 1 + 2 + 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
 # --- 16-mixed ---
 
 
@@ -545,7 +570,7 @@ def test_each_of_two_optimizers_is_guarded(make_trainer: Make, fault: str) -> No
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             for part, optimizer, bad in zip((self.one, self.other), self.optimizers(), (2, 5), strict=True):
-                x = batch[0] if batch_idx == bad else batch[0].clamp(min=0.5)
+                x = batch[0] if batch_idx in (bad, 8) else batch[0].clamp(min=0.5)
                 optimizer.zero_grad()
                 self.manual_backward(nn.functional.mse_loss(part(x), batch[1]))
                 before = [p.clone() for p in part.parameters()]
@@ -558,9 +583,9 @@ def test_each_of_two_optimizers_is_guarded(make_trainer: Make, fault: str) -> No
     module = Pair()
     module.unchanged = []
     guard = FiniteGuard(policy="skip_window")
-    fit(make_trainer, guard, batches=data(2, 5, fault=FAULTS[fault][0]), module=module)
-    assert guard.skipped_windows == 2
-    assert [place for place, same in enumerate(module.unchanged) if same] == [2 * 2, 2 * 5 + 1]
+    fit(make_trainer, guard, batches=data(2, 5, 8, fault=FAULTS[fault][0]), module=module)
+    assert guard.skipped_windows == 4
+    assert [place for place, same in enumerate(module.unchanged) if same] == [2 * 2, 2 * 5 + 1, 2 * 8, 2 * 8 + 1]
     assert is_finite(module)
     with pytest.raises(RefusedStepError, match=mentions("skip_window")):
         fit(make_trainer, FiniteGuard(), batches=data(2, fault=FAULTS[fault][0]), module=module)

@@ -219,6 +219,14 @@ class FiniteGuard(Technique, Settings):
         assert self.ctx is not None  # joined in setup
         self._settle(self.ctx)
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Save nothing of a fit that fails, or is interrupted, after a step that wasn't taken."""
+        super().on_exception(trainer, pl_module, exception)
+        try:
+            self._judge_waiting()
+        except RefusedStepError:
+            self._save_nothing(trainer)
+
     # --- looking ---
 
     def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -251,8 +259,9 @@ class FiniteGuard(Technique, Settings):
         Raises:
             RefusedStepError: it isn't finite, or a spike.
         """
-        if self._calls:
-            self._calls[-1].losses.append(loss.detach().reshape(()))
+        if not self._calls:  # under manual optimization, after a step of this batch that was skipped
+            self._calls.append(_Call((), ctx.window.latest or (0, 0), []))
+        self._calls[-1].losses.append(loss.detach().reshape(()))
         if ctx.release is not None and ctx.release.immediate:
             self._judge(ctx, None)
         return proceed(loss)
@@ -472,7 +481,7 @@ class FiniteGuard(Technique, Settings):
                 " the learning rate and resume from an earlier checkpoint"
             )
             if ctx.window.latest is not None:
-                error.locate(int(ctx.trainer.global_step), *ctx.window.latest)
+                error.locate(self._step, *ctx.window.latest)
             raise error
 
     def _decide(self, ctx: Run, failure: RefusedStepError, optimizers: Sequence[Optimizer]) -> None:
@@ -482,11 +491,9 @@ class FiniteGuard(Technique, Settings):
             RefusedStepError: the run stops.
         """
         self._step_anew(ctx)
-        if (
-            self._waiting is not None and self._waiting.fused is None
-        ):  # the optimizer knows that a loss isn't finite, but not which
+        if self._waiting is not None and self._waiting.fused is None:
             waiting, self._waiting = self._waiting, None
-            failure = self._wrong_loss(waiting.values.read()) or failure
+            failure = self._wrong_loss(waiting.values.read()) or failure  # the optimizer doesn't know which loss it was
         calls, culprit, is_spike, late = self._calls, self._culprit, self._is_spike, self._late
         self._drop(ctx, optimizers)
         cause = None
@@ -507,7 +514,7 @@ class FiniteGuard(Technique, Settings):
             return
         error = RefusedStepError(f"{text}; {self._remedy(policy, failure.touched, is_spike)}", touched=failure.touched)
         if failure.touched or late is not None:  # schedulers and buffers have gone on
-            self._unsaved.enter_context(patches.saves_refused(ctx.trainer, self._refuse_save))
+            self._save_nothing(ctx.trainer)
         if place is not None:
             error.locate(self._step if late is None else late.step, *place)
         raise error from None
@@ -535,6 +542,9 @@ class FiniteGuard(Technique, Settings):
             patches.log_metrics(ctx.trainer, {"finite_guard/rewinds": self.rewinds})
             return True
         return False
+
+    def _save_nothing(self, trainer: Any) -> None:
+        self._unsaved.enter_context(patches.saves_refused(trainer, self._refuse_save))
 
     def _refuse_save(self, fails: bool) -> None:
         text = "its state isn't that before the step that failed; resume from the last checkpoint"
