@@ -353,7 +353,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "sweeps/study.py": 1,
         "sweeps/sweep.py": 1,
         "techniques/finite_guard/card.py": 1,
-        "techniques/finite_guard/technique.py": 4,
+        "techniques/finite_guard/technique.py": 5,
         "techniques/fused_kernels/technique.py": 1,
         "zero/extension.py": 3,
     },
