@@ -403,12 +403,12 @@ def saves_noted(strategy: Any, note: Callable[[Any], None]) -> Any:
     return replaced(strategy, "save_checkpoint", save_checkpoint)
 
 
-def go_back(trainer: Any, path: Any) -> int:
+def go_back(trainer: Any, checkpoint: Mapping[str, Any]) -> int:
     """Load weights, optimizer states, schedulers, the loss scale and the number of steps; return that number.
 
     The loaders, the number of the epoch, schedulers that step with it, and other callbacks go on.
     """
-    connector, strategy = trainer._checkpoint_connector, trainer.strategy
+    connector = trainer._checkpoint_connector
     by_epoch = [
         (
             config.scheduler,
@@ -418,11 +418,11 @@ def go_back(trainer: Any, path: Any) -> int:
         for config in trainer.lr_scheduler_configs
         if config.interval == "epoch"
     ]
-    with replaced(connector, "_loaded_checkpoint", strategy.load_checkpoint(path)):
+    with replaced(connector, "_loaded_checkpoint", checkpoint):
         connector.restore_model()
         connector.restore_precision_plugin_state()
         connector.restore_optimizers_and_schedulers()
-        steps = int(connector._loaded_checkpoint["global_step"])
+    steps = int(checkpoint["global_step"])
     for scheduler, state, rates in by_epoch:
         scheduler.load_state_dict(state)
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):

@@ -23,6 +23,7 @@ from lightning_solo.errors import CheckpointError, ConflictError, PresetError, R
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.finite_guard.spikes import LEAST, Spikes
 from lightning_solo.techniques.finite_guard.technique import FiniteGuard
+from lightning_solo.techniques.safe_checkpoint.technique import SafeCheckpoint
 from tests.conftest import long
 from tests.messages import mentions
 from tests.modules import Block
@@ -358,6 +359,16 @@ def test_a_checkpoint_that_is_damaged_or_removed_is_passed_over(make_trainer: Ma
         module = fit(make_trainer, guard, saves, Damage(), batches=data(7), enable_checkpointing=True)
     assert module.trainer.global_step == 2 + BATCHES - 8
     assert equal(state_of(module), state_of(fit(make_trainer, batches=data(without=range(2, 8)))))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_run_with_safe_checkpoints_goes_back(make_trainer: Make, tmp_path: Path, asynchronous: bool) -> None:
+    """Also to one that is still being written."""
+    saves = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    guard, safe = FiniteGuard(policy="rewind"), SafeCheckpoint(asynchronous=asynchronous)
+    module = fit(make_trainer, guard, safe, saves, batches=data(3, 7), enable_checkpointing=True)
+    assert guard.rewinds == 2
+    assert equal(state_of(module), state_of(fit(make_trainer, batches=data(without=(3, 7)))))
 
 
 def test_schedulers_by_epoch_go_on(make_trainer: Make, tmp_path: Path) -> None:

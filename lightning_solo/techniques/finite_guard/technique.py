@@ -526,14 +526,15 @@ class FiniteGuard(Technique, Settings):
             returns = self._returns.get(str(path), 0)
             if returns >= self.max_skips:
                 return False
-            if not Path(path).exists():  # removed since, as ModelCheckpoint(save_top_k=1) does
-                continue
             try:
                 refuse_damaged(Path(path), "an earlier one")
+                checkpoint = ctx.strategy.load_checkpoint(path)  # waits for one that is still being written
+            except FileNotFoundError:  # removed since, as ModelCheckpoint(save_top_k=1) does
+                continue
             except CheckpointError as error:
                 warnings.warn(f"FiniteGuard: {error}", stacklevel=2)
                 continue
-            steps = patches.go_back(ctx.trainer, path)
+            steps = patches.go_back(ctx.trainer, checkpoint)
             for optimizer in optimizers:
                 optimizer.zero_grad()
             self._returns[str(path)] = returns + 1
