@@ -266,6 +266,22 @@ def test_a_parameter_that_is_nan_is_named(make_trainer: Make) -> None:
         fit(make_trainer, FiniteGuard(), module=module)
 
 
+def test_large_batches_are_not_kept(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[int] = []
+
+    class Held(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            held.append(sum(bool(call.arguments) for call in guard._calls))
+
+    for most, numbers, words in ((10**6, [1, 2, 3], "aten.log"), (10, [1, 1, 1], "of more than")):
+        monkeypatch.setattr("lightning_solo.techniques.finite_guard.technique.KEPT_BYTES", most)
+        guard = FiniteGuard()
+        held.clear()
+        with pytest.raises(RefusedStepError, match=mentions(words, "micro-batch 2 of 4", "batch 1 of epoch 0")):
+            fit(make_trainer, guard, Held(), batches=data(1), accumulate_grad_batches=4)
+        assert held == numbers
+
+
 def test_released_gradients_without_clipping(make_trainer: Make, tmp_path: Path) -> None:
     """A loss is looked at before backward; a gradient is known too late, and then nothing is saved."""
     with pytest.raises(

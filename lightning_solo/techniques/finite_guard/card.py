@@ -58,7 +58,7 @@ CARD = Card(
     settings=Settings,
     saves="nothing; it keeps a loss or gradient that is infinite or NaN from the weights",
     costs="a look at each gradient, unless it is clipped by its norm or the optimizer looks at it itself; a wait for"
-    " the device at each optimizer step; the batches of a step are kept until its end",
+    " the device at each optimizer step; batches of at most 8 MiB are kept until the end of their step",
     numerics="bit-exact",
     conflicts="several processes; ``skip_window`` where gradients are used in backward; that and ``rewind`` where an"
     " engine keeps them",

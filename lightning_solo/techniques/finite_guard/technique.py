@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.checkpoint.damage import refuse_damaged
-from lightning_solo.data.nested import leaves
+from lightning_solo.data.nested import leaves, tensors_of
 from lightning_solo.errors import CheckpointError, ConflictError, RefusedStepError
 from lightning_solo.memory.late_values import LateValues
 from lightning_solo.nn.non_finite import explain
@@ -29,8 +29,11 @@ from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.finite_guard.card import CARD, Settings
 from lightning_solo.techniques.finite_guard.spikes import SIGMAS, STEPS, Spikes
+from lightning_solo.units import format_bytes
 
 _is_sparse = attrgetter("is_sparse")
+KEPT_BYTES = 2**23
+"""Bytes above which a batch is not kept while the next micro-batches of its window run."""
 
 
 @dataclass(eq=False)
@@ -38,7 +41,7 @@ class _Call:
     """A call of ``training_step`` in the current window.
 
     Attributes:
-        arguments: batch and index, as ``training_step`` got them.
+        arguments: batch and index, as ``training_step`` got them; empty if the batch isn't kept.
         place: epoch and index of the batch.
         random: states of the random generators before it.
         losses: what backward got of it, divided by the accumulation factor.
@@ -235,8 +238,11 @@ class FiniteGuard(Technique, Settings):
             self._rollback, self._random = Rollback(ctx.module, ctx.device), RandomStates(ctx.module, ctx.device)
         if self._updates or not ctx.module.automatic_optimization:
             self._calls.clear()  # the optimizer evaluates again; or the window is not known
-        if not self._calls and not self._updates:
-            self._rollback.save(random=False)
+        if not self._calls:
+            if not self._updates:
+                self._rollback.save(random=False)
+        elif sum(tensor.nbytes for tensor in tensors_of(self._calls[-1].arguments[:1])) > KEPT_BYTES:
+            self._calls[-1].arguments = ()
         place = ctx.window.latest or (0, 0)
         if len(args) > 1 and type(args[1]) is int:
             place = place[0], args[1]
@@ -591,9 +597,13 @@ class FiniteGuard(Technique, Settings):
         passes = ctx.module.automatic_optimization and (ctx.window.repeats or not of_gradients)
         if rollback is None or random is None or not passes:
             return None, only
+        if not any(call.arguments for call in calls):
+            return f"the batch, of more than {format_bytes(KEPT_BYTES)}, was not kept to look for the module", only
         now = RandomStates(ctx.module, ctx.device).get()
         try:
             for call in calls:
+                if not call.arguments:
+                    continue
                 random.put(call.random)
                 forward = partial(_loss_of, ctx, call)
                 batch = [(path, leaf) for path, leaf in leaves(call.arguments[0]) if isinstance(leaf, Tensor)]
