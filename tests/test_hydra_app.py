@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.utils import instantiate
 
+import lightning_solo as solo
+from lightning_solo.cards.catalogue import built_in_cards, load_class
 from tests.conftest import long
 from tests.messages import nearest
 
@@ -187,3 +190,19 @@ def test_lightning_cli(tmp_path: Path) -> None:
     output = run(tmp_path, "app.py", "--config", "settings.yaml", "fit")
     assert "steps 12" in output
     assert "backward recomputes 3 Block" in output
+
+
+@pytest.mark.parametrize("name", [name for name, card in built_in_cards().items() if card.group == "callback"])
+def test_technique_passes_through_instantiate_as_an_object(name: str) -> None:
+    """OmegaConf turns objects of dataclasses into configurations."""
+    card = built_in_cards()[name]
+    technique = load_class(card)(**(card.on_cpu or {}))
+    trainer = instantiate({"_target_": "lightning.pytorch.Trainer", "logger": False}, callbacks=[technique])
+    assert any(callback is technique for callback in trainer.callbacks)
+    assert load_class(card).settings_class() is card.settings
+
+
+def test_arguments_of_a_preset_pass_through_instantiate() -> None:
+    kwargs = solo.trainer_kwargs("compact")
+    trainer = instantiate({"_target_": "lightning.pytorch.Trainer", "logger": False}, **kwargs)
+    assert [*trainer.callbacks][: len(kwargs["callbacks"])] == kwargs["callbacks"]

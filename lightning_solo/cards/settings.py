@@ -42,16 +42,22 @@ class TechniqueSettings:
         if any(not issubclass(base, TechniqueSettings) for base in cls.__bases__):  # a technique, not its settings
             cls.__eq__ = object.__eq__  # type: ignore[method-assign]
             cls.__hash__ = object.__hash__  # type: ignore[method-assign]
+            cls.__dataclass_fields__ = _NoFields()  # type: ignore[assignment]
             if "__init__" not in vars(cls):  # evaluated, since LightningCLI reads only types that its module can name
                 cls.__init__.__annotations__ = get_type_hints(cls.__init__)
                 cls.__init__.__qualname__ = f"{cls.__name__}.__init__"  # for Python's message about a wrong argument
             doc = cls.__doc__ or cls.__bases__[-1].__doc__ or ""
             if "    Args:" not in doc:
-                cls.__doc__ = documented(doc, cls)
+                cls.__doc__ = documented(doc, cls.settings_class())
 
     def __post_init__(self) -> None:
         self._check_values(self.technique)
         self._init_state()
+
+    @classmethod
+    def settings_class(cls) -> type[TechniqueSettings]:
+        """Return the dataclass of these settings, also for a technique's class."""
+        return next(each for each in cls.__mro__ if isinstance(vars(each).get("__dataclass_fields__"), dict))
 
     @classmethod
     def parse(cls: type[AnySettings], values: Mapping[str, Any], option: str) -> AnySettings:
@@ -85,7 +91,7 @@ class TechniqueSettings:
 
     def _check_values(self, option: str) -> None:
         vars(self).update({name: _copied(value) for name, value in vars(self).items()})
-        check_arguments(vars(self), parameters_of(type(self)), option)  # type: ignore[arg-type]
+        check_arguments(vars(self), parameters_of(self.settings_class()), option)  # type: ignore[arg-type]
         self._check_together()
 
     def _check_together(self) -> None:
@@ -93,6 +99,13 @@ class TechniqueSettings:
 
     def _init_state(self) -> None:
         """Set the attributes that are not settings; called once per object."""
+
+
+class _NoFields:
+    """Makes a technique's class no dataclass for others: Hydra would turn its objects into configurations."""
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError("a technique is no dataclass; its settings_class() is one")
 
 
 def _copied(value: Any) -> Any:

@@ -3,13 +3,41 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 
-def plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint with plain containers instead of OmegaConf's, as ``save_hyperparameters`` stores them."""
-    return {key: _plain(value) if key != "state_dict" else value for key, value in checkpoint.items()}
+HYPERPARAMETERS = "hyper_parameters"
+
+
+def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return a checkpoint that ``weights_only=True`` loads, and the hyperparameters that were left out of it.
+
+    OmegaConf's containers, as ``save_hyperparameters`` stores them, become plain ones. Hyperparameters that can't be
+    loaded, such as an optimizer's constructor, are left out; they are returned with the names of their classes.
+    """
+    changed = {key: _plain(value) if key != "state_dict" else value for key, value in checkpoint.items()}
+    values = changed.get(HYPERPARAMETERS)
+    if not isinstance(values, Mapping):
+        return changed, {}
+    left_out = {name: type(value).__name__ for name, value in values.items() if not _is_loadable(value)}
+    changed[HYPERPARAMETERS] = {name: value for name, value in values.items() if name not in left_out}
+    return changed, left_out
+
+
+def _is_loadable(value: Any) -> bool:
+    if value is None or isinstance(value, bool | int | float | str):
+        return True
+    content = io.BytesIO()
+    try:
+        torch.save(value, content)
+        content.seek(0)
+        torch.load(content, weights_only=True)
+    except Exception:  # of many kinds, by the value
+        return False
+    return True
 
 
 def _plain(value: Any) -> Any:

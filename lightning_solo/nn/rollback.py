@@ -6,7 +6,7 @@ import pickle
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -91,6 +91,34 @@ class Rollback:
         """Seed all random generators that `restore` restores."""
         for generator in self._generators:
             generator.seed(seed)
+
+
+class Unchanged:
+    """Notes which parameters change in place.
+
+    Args:
+        parameters: name -> parameter.
+
+    >>> weight = nn.Parameter(torch.ones(2)); unchanged = Unchanged({"weight": weight})
+    >>> with torch.no_grad(): _ = weight.add_(1)
+    >>> unchanged.changed()
+    ['weight']
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._names, self._tensors = [*parameters], [*parameters.values()]
+        self.note()
+
+    def note(self) -> None:
+        """Take the current values as unchanged."""
+        self._versions = [*map(_version, self._tensors)]
+
+    def changed(self) -> list[str]:
+        """Return the names of the parameters that have changed since the last `note`."""
+        now = map(_version, self._tensors)
+        return [
+            name for name, before, version in zip(self._names, self._versions, now, strict=True) if before != version
+        ]
 
 
 class RandomStates:

@@ -59,8 +59,16 @@ def mismatch(
     return first if gap > max(max(losses) - min(losses), max(sums) - min(sums)) else None
 
 
+SHARPER = 32.0
+"""Factor of the logits of sharpened cross entropies."""
+
+
 class _WithoutDropout(TorchFunctionMode):
-    """Makes functions that drop elements return all of them."""
+    """Makes functions that drop elements return all of them; sharpens cross entropies."""
+
+    def __init__(self, sharpened: bool) -> None:
+        super().__init__()
+        self._sharpened = sharpened
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,14 +77,19 @@ class _WithoutDropout(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             else:
                 kwargs = {**kwargs, "dropout_p": 0.0}
+        elif func is F.cross_entropy and self._sharpened and args:
+            args = (args[0] * SHARPER, *args[1:])
         elif "dropout" in getattr(func, "__name__", ""):
             return args[0] if args else kwargs["input"]
         return func(*args, **kwargs)
 
 
 @contextmanager
-def same_for_parts(module: nn.Module) -> Iterator[None]:
+def same_for_parts(module: nn.Module, *, sharpened: bool = False) -> Iterator[None]:
     """Turn off dropout and BatchNorm's statistics of the batch, which differ between a batch and its parts.
+
+    ``sharpened`` multiplies the logits of each cross entropy by `SHARPER`. Without it the losses of all tokens are
+    nearly the same in a model that hasn't been trained, and so are their means by any weights.
 
     Modules stay in training mode, but for BatchNorm and for those without children, parameters and buffers. Compiled
     functions run uncompiled.
@@ -91,5 +104,5 @@ def same_for_parts(module: nn.Module) -> Iterator[None]:
                 stack.enter_context(replaced(part, "training", False))
         if "torch._dynamo" in sys.modules:  # else nothing is compiled yet; sizes that don't come again are not worth it
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(_WithoutDropout())
+        stack.enter_context(_WithoutDropout(sharpened))
         yield

@@ -469,6 +469,60 @@ def test_a_mean_over_tokens_is_refused_with_its_weights(make_trainer: Make, by: 
     fit(by)
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("by", ["tokens", "shifted_tokens"])
+def test_mean_over_tokens_is_refused_in_a_model_that_predicts_all_tokens_alike(
+    make_trainer: Make, by: str, precision: str
+) -> None:
+    """A model that hasn't been trained: the losses of all tokens are nearly the same, and so are their means."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 50, (8, 12), generator=generator)
+    tokens[torch.arange(12) >= torch.tensor([12, 11, 12, 10, 7, 8, 5, 6])[:, None]] = -100
+
+    class Language(Step):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            labels = batch["labels"]
+            logits = 1e-3 * self.net(F.one_hot(labels.clamp(min=0), 50).float())
+            if by == "shifted_tokens":
+                logits, labels = logits[:, :-1], labels[:, 1:]
+            return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    def fit(weight_by: str) -> None:
+        data = DataLoader([{"labels": row} for row in tokens], batch_size=8)
+        technique = MicroBatching(4, weight_by=weight_by)
+        make_trainer(L, callbacks=[technique], precision=precision).fit(Language(lambda: None, nn.Linear(50, 50)), data)
+
+    for wrong in {"samples", "tokens", "shifted_tokens"} - {by}:
+        with pytest.raises(ConflictError, match=f"write callback.micro_batching.weight_by={by},"):
+            fit(wrong)
+    fit(by)
+
+
+class Averaging(Towers):
+    """A network whose training step moves an average of its weights, as those of BYOL often do."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.average = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.fails = fails
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.average.weight.lerp_(self.average.bias.expand(WIDTH, WIDTH), 0.1)
+        if self.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.image(batch["x"]).square().mean()
+
+
+@pytest.mark.parametrize("size", ["auto", 4])
+def test_training_step_that_changes_parameters_in_place_is_refused(make_trainer: Make, size: Any) -> None:
+    """It would change them once per part, and a repeated batch once more."""
+    with pytest.raises(ConflictError, match=mentions("average.weight", "on_train_batch_end")):
+        fitted(make_trainer, Averaging(), MicroBatching(size), batch=8)
+    with pytest.raises(ConflictError, match=mentions("average.weight", "on_train_batch_end")):
+        fitted(make_trainer, Averaging(fails=True), MicroBatching("auto", check=False), batch=8)
+
+
 def test_a_difference_in_random_losses_counts_if_it_is_larger_than_their_range() -> None:
     draw = random.Random(0).gauss
     small = [mismatch(lambda _: draw(5, 0.3), lambda _: [draw(5, 0.3)], 1e-3) for _ in range(200)]

@@ -10,6 +10,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -193,6 +194,19 @@ def test_hyperparameters_of_omegaconf_are_plain_data_in_the_file(
         loaded = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert loaded["hyper_parameters"] == {"model": {"widths": [1, 2]}}
     assert module.hparams["model"].widths == [1, 2]
+
+
+def test_hyperparameter_that_can_not_be_loaded_is_left_out_with_a_warning(
+    home: ModuleType, make_trainer: Make, tmp_path: Path
+) -> None:
+    """Such as the constructor of an optimizer, with which a run could not be resumed."""
+    module = regression(home)
+    module.save_hyperparameters({"optimizer": partial(torch.optim.AdamW, lr=0.1), "width": 3})
+    with pytest.warns(UserWarning, match=mentions("optimizer (partial)", "save_hyperparameters(ignore=['optimizer'])")):
+        fit(home, make_trainer, tmp_path, module=module)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["hyper_parameters"] == {"width": 3}
+    assert set(module.hparams) == {"optimizer", "width"}
+    fit(home, make_trainer, tmp_path, max_epochs=2, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
 
 
 # --- in a thread ---

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_solo.data.micro_batches import MicroBatch, Splitter
 from lightning_solo.data.nested import map_tensors
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import ConflictError, listed
 from lightning_solo.memory.attempts import attempt
-from lightning_solo.nn.rollback import Rollback, attributes_kept
+from lightning_solo.nn.rollback import Rollback, Unchanged, attributes_kept
 from lightning_solo.nn.split_parity import is_mean, mismatch, same_for_parts
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -47,6 +47,7 @@ def require_mean(ctx: Run, splitter: Splitter, batch: Any, batch_idx: int, sampl
 def _refusal(ctx: Run, splitter: Splitter, few: Any, parts: Sequence[MicroBatch], batch_idx: int) -> str | None:
     """Return why the loss of a batch isn't the mean over parts, and what to write; None if it is."""
     trial = Trial(ctx.module, ctx.device, partial(patches.step_result, ctx.trainer, batch_idx=batch_idx))
+    parameters = Unchanged(dict(ctx.module.named_parameters()))
     tolerance = TOLERANCE.get(ctx.precision, 0.02)
 
     def compare() -> tuple[float, Sequence[float], list[str]] | None:
@@ -61,18 +62,72 @@ def _refusal(ctx: Run, splitter: Splitter, few: Any, parts: Sequence[MicroBatch]
         if "does not require grad" not in str(error):
             raise
         different = compare()  # the step takes gradients itself
+    if names := parameters.changed():
+        return changes_in_place(names)
+    samples = sum(part.samples for part in parts)
     if different is None:
-        return None
-    loss, terms, names = different
-    embed = names[0] if len(names) == 1 else f"[{','.join(names)}]" if names else "<module or method>"
+        by = _closer_weights(ctx, splitter, few, parts, batch_idx)
+        return by and (
+            f"callback.micro_batching: the loss of {samples} samples is their mean by {by}, not by"
+            f" {splitter.weight_by}, which differs where sequences have different lengths; write"
+            f" callback.micro_batching.weight_by={by}, or callback.micro_batching.check=false to train on that one"
+        )
+    loss, terms, called = different
+    embed = called[0] if len(called) == 1 else f"[{','.join(called)}]" if called else "<module or method>"
     remedy = _remedy_of_mean(splitter, few, parts, loss, terms, tolerance)
     remedy = remedy or f"if it compares samples, write {EMBED}={embed} with the part that embeds them"
-    samples = sum(part.samples for part in parts)
     return (
         f"callback.micro_batching: the loss of {samples} samples is {loss:.6g}, and the mean over {len(parts)} parts of"
         f" them by {splitter.weight_by} is {sum(terms):.6g}; {remedy}, or callback.micro_batching.check=false to train"
         " on that mean"
     )
+
+
+def changes_in_place(names: Sequence[str]) -> str:
+    """Return the message for a ``training_step`` that changes parameters in place."""
+    return (
+        f"callback.micro_batching: training_step changes {listed(names)} in place, and would do so for each part of a"
+        " batch: move that to on_train_batch_end, or write ~callback.micro_batching"
+    )
+
+
+def _closer_weights(ctx: Run, splitter: Splitter, few: Any, parts: Sequence[MicroBatch], batch_idx: int) -> str | None:
+    """Return the ``weight_by`` by which the loss is a mean much more closely than by the chosen one; None if none is.
+
+    Where the weights of tokens differ from those of samples, a cross entropy is sharpened, so that the means differ.
+    """
+    shares = {by: each for by, each in _shares(splitter, few, parts).items() if min(each) > 0}
+    if len(set(map(tuple, shares.values()))) < 2 or splitter.weight_by not in shares:
+        return None
+    step = partial(patches.step_result, ctx.trainer, batch_idx=batch_idx)
+    trial = Trial(ctx.module, ctx.device, step, sharpened=True)
+    try:
+        with torch.no_grad(), trial:
+            whole = [trial.loss(few, seed) for seed in (0, 1)]
+            terms = trial.terms(parts)
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        return None
+    if terms is None or whole[0] is None or whole[0] != whole[1]:  # random numbers
+        return None
+    losses = [term / part.share for term, part in zip(terms, parts, strict=True)]
+    errors = {
+        by: abs(whole[0] - sum(share * loss for share, loss in zip(each, losses, strict=True)))
+        for by, each in shares.items()
+    }
+    best = min(errors, key=lambda by: errors[by])
+    return best if errors[splitter.weight_by] > 4 * errors[best] + 1e-6 * abs(whole[0]) else None
+
+
+def _shares(splitter: Splitter, few: Any, parts: Sequence[MicroBatch]) -> dict[str, list[float]]:
+    """Return each ``weight_by`` that the batch has, with the shares of its parts."""
+    shares = {}
+    for by in ("samples", "tokens", "shifted_tokens"):
+        with suppress(ConflictError):  # there are no labels
+            weighed = Splitter(splitter.batch_dim, splitter.split, by).micro_batches([few], parts[0].samples)
+            shares[by] = [part.share for part in weighed]
+    return shares
 
 
 def _remedy_of_mean(
@@ -84,11 +139,9 @@ def _remedy_of_mean(
     losses = [term / part.share for term, part in zip(terms, parts, strict=True)]
     if is_mean(loss, losses, tolerance):
         return "it is a sum over samples: return their mean from training_step"
-    for by in ("samples", "tokens", "shifted_tokens"):
-        with suppress(ConflictError):  # there are no labels
-            weighed = Splitter(splitter.batch_dim, splitter.split, by).micro_batches([few], parts[0].samples)
-            if is_mean(loss, [part.share * each for part, each in zip(weighed, losses, strict=True)], tolerance):
-                return f"write callback.micro_batching.weight_by={by}"
+    for by, shares in _shares(splitter, few, parts).items():
+        if is_mean(loss, [share * each for share, each in zip(shares, losses, strict=True)], tolerance):
+            return f"write callback.micro_batching.weight_by={by}"
     return None
 
 
@@ -99,10 +152,13 @@ class Trial:
         module: the module; its parts don't drop elements in the context.
         device: on which it runs.
         step: returns the result of ``training_step`` for a batch.
+        sharpened: as in `same_for_parts`.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, step: Callable[[Any], Any]) -> None:
-        self._module, self._step = module, step
+    def __init__(
+        self, module: nn.Module, device: torch.device, step: Callable[[Any], Any], *, sharpened: bool = False
+    ) -> None:
+        self._module, self._step, self._sharpened = module, step, sharpened
         self._rollback = Rollback(module, device)
         self._stack = ExitStack()
 
@@ -110,7 +166,7 @@ class Trial:
         self._rollback.save()
         self._stack.callback(self._rollback.restore)
         self._stack.enter_context(attributes_kept(self._module))
-        self._stack.enter_context(same_for_parts(self._module))
+        self._stack.enter_context(same_for_parts(self._module, sharpened=self._sharpened))
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -19,7 +19,7 @@ from lightning_solo.data.micro_batches import MicroBatch, Splitter
 from lightning_solo.data.splitting import is_plain, moved
 from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, listed
 from lightning_solo.memory.attempts import attempt
-from lightning_solo.nn.rollback import Rollback
+from lightning_solo.nn.rollback import Rollback, Unchanged
 from lightning_solo.optim.window_gradients import WindowGradients
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -28,7 +28,7 @@ from lightning_solo.techniques.micro_batching.card import CARD, Settings
 from lightning_solo.techniques.micro_batching.global_batch import GlobalBatch
 from lightning_solo.techniques.micro_batching.gradient_caching import Embedding, embed_by
 from lightning_solo.techniques.micro_batching.logged import Logged, merged_outputs, weighted_mean
-from lightning_solo.techniques.micro_batching.loss_check import EMBED, require_mean
+from lightning_solo.techniques.micro_batching.loss_check import EMBED, changes_in_place, require_mean
 
 
 class Waiting(NamedTuple):
@@ -72,6 +72,7 @@ class MicroBatching(Technique, Settings):
         """Reset the state of a fit."""
         self._global = GlobalBatch(self.global_batch)
         self._rollback: Rollback | None = None
+        self._frozen: Unchanged | None = None
         self._checked = self._compared = False
         self._embeddings: list[Embedding] = []
         self._resumed: Any = None  # the batches that waited when the checkpoint was saved
@@ -219,6 +220,8 @@ class MicroBatching(Technique, Settings):
             return patches.empty_result(ctx.trainer)
         if self._rollback is None:
             self._rollback = Rollback(ctx.module, ctx.device)
+            frozen = {name: p for name, p in ctx.module.named_parameters() if not p.requires_grad}
+            self._frozen = Unchanged(frozen)  # such as a moving average of the others
         if self._gradients is None:
             self._gradients, self._counted = WindowGradients(ctx.strategy.optimizers), ctx.window.held
         elif self._ran:  # an optimizer evaluates the step again
@@ -256,6 +259,8 @@ class MicroBatching(Technique, Settings):
                 break
             for each in undo:
                 each()
+            if self._frozen is not None and (names := self._frozen.changed()):
+                raise ConflictError(changes_in_place(names)) from None
             samples = max(map(self._samples_of, parts))
             self._shrink(ctx, min(samples, size or samples), failure)
         assert result is not None
@@ -304,7 +309,9 @@ class MicroBatching(Technique, Settings):
         """Save the current state, and return functions that restore it."""
         assert self._rollback is not None  # set in loss
         assert self._gradients is not None
+        assert self._frozen is not None
         self._rollback.save()
+        self._frozen.note()
         rewinds = [technique.rewind(ctx) for technique in ctx.having("rewind")]
         return [self._rollback.restore, *rewinds, self._gradients.restore]
 

@@ -14,7 +14,7 @@ from lightning_solo.checkpoint.manifest import Entry, append, difference, entrie
 from lightning_solo.checkpoint.plain import plain
 from lightning_solo.checkpoint.snapshot import Snapshots
 from lightning_solo.checkpoint.writing import Written, tensor_bytes, write
-from lightning_solo.errors import CheckpointError
+from lightning_solo.errors import CheckpointError, listed
 from lightning_solo.machine import versions
 from lightning_solo.memory.host_slabs import host_room
 from lightning_solo.units import format_bytes
@@ -39,7 +39,7 @@ class SafeIO:
         self._verified: dict[Path, tuple[int, int]] = {}  # written by this run -> size, time
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._warned = False
+        self._warned = self._left_out = False
         self._snapshots = Snapshots()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,7 +59,8 @@ class SafeIO:
         target = local(path)
         self.wait()
         self.claim(target.parent)
-        checkpoint = plain(checkpoint)
+        checkpoint, left_out = plain(checkpoint)
+        self._warn_of(left_out)
         if self.asynchronous and self._has_room(checkpoint):
             write = partial(self._write_in_thread, self._snapshots.copy(checkpoint), target)
             self._thread = threading.Thread(target=write, name="checkpoint")
@@ -150,6 +151,17 @@ class SafeIO:
 
         write(checkpoint, path, record, sync=self.durable)
         self._verified[path] = _state_of(path)
+
+    def _warn_of(self, left_out: Mapping[str, str]) -> None:
+        if left_out and not self._left_out:
+            names = listed(f"{name} ({kind})" for name, kind in left_out.items())
+            warnings.warn(
+                f"hyperparameters that weights_only=True can't load are left out of checkpoints: {names}. A run resumes"
+                " without them; pass them to load_from_checkpoint, or don't keep them:"
+                f" self.save_hyperparameters(ignore={[*left_out]})",
+                stacklevel=4,
+            )
+        self._left_out = self._left_out or bool(left_out)
 
     def _has_room(self, checkpoint: Mapping[str, Any]) -> bool:
         needed, room = tensor_bytes(checkpoint), host_room()
