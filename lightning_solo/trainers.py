@@ -73,6 +73,7 @@ def trainer(
         raise PresetError(f"{twice[0]} is in the Trainer's configuration and an argument of solo.trainer: drop one")
     refuse_foreign_targets(fields, "trainer", [*TRUSTED, *allow])
     cls = resolve_name(f"{home}:Trainer")
+    fields = {name: value for name, value in fields.items() if value is not None}
     check_arguments(fields, _accepted(home, fields), "trainer")
     if old := old_spellings.refusal_of_argument({**fields, **arguments}.get("strategy")):
         raise PresetError(old)

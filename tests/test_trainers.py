@@ -36,7 +36,14 @@ QUIET = {
 )
 def test_trainer_of_a_configuration_trains_under_the_preset(target: str, home: Any, tmp_path: Path) -> None:
     config = OmegaConf.create(
-        {**QUIET, "_target_": target, "devices": "auto", "precision": None, "default_root_dir": str(tmp_path)}
+        {
+            **QUIET,
+            "_target_": target,
+            "devices": "auto",
+            "precision": None,
+            "accumulate_grad_batches": None,
+            "default_root_dir": str(tmp_path),
+        }
     )
     trainer = solo.trainer(config, "bf16", ["+callback=gradient_release"], callbacks=[home.callbacks.Timer()])
     assert type(trainer) is home.Trainer

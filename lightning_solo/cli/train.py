@@ -330,7 +330,8 @@ def _say_interrupted(trainer: Any, run_folder: RunFolder) -> None:
         return
     console.print(f"interrupted at step {trainer.global_step}; saved {saved}", soft_wrap=True, highlight=False)
     if HydraConfig.get().mode == RunMode.RUN:
-        overrides = [text for text in HydraConfig.get().overrides.task if not text.startswith(("run=", "resume="))]
+        written: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+        overrides = [text for text in written if not text.startswith(("run=", "resume="))]
         again = shlex.join([*overrides, f"run={run_folder.path.name}", "resume=auto"])
         console.print(f"resume with: lightning-solo train {again}", style="bold", soft_wrap=True, highlight=False)
 

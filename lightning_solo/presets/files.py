@@ -68,8 +68,11 @@ def names_in(text: str) -> str | list[str]:
 
 
 def describe(path: Path) -> str:
-    """Return the first line of a preset's file: its purpose and its device."""
-    first = path.read_text(encoding="utf-8-sig", errors="replace").partition("\n")[0]
+    """Return the first line of a preset's file: its purpose and its device; or why it can't be read."""
+    try:
+        first = path.read_text(encoding="utf-8-sig", errors="replace").partition("\n")[0]
+    except OSError as error:  # a dangling link, or a folder
+        return f"can't be read: {error.strerror}"
     return first.removeprefix("#").strip() if first.startswith("#") else ""
 
 

@@ -197,8 +197,9 @@ def sweep_dir(config: DictConfig, application: Application) -> str:
 
 
 def task_overrides(config: DictConfig) -> list[str]:
-    """Return the overrides that are not Hydra's own."""
-    return [str(text) for text in config.hydra.overrides.task]
+    """Return the overrides that are not Hydra's own, as they were written: with their interpolations."""
+    texts: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    return [str(text) for text in texts]
 
 
 def of_sweep(config: DictConfig, key: str) -> str:

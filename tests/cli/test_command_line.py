@@ -250,6 +250,17 @@ def test_unreadable_preset_is_named(content: bytes, tmp_path: Path, monkeypatch:
     assert "mine" in call(tmp_path, "presets")
 
 
+def test_preset_file_that_is_a_folder_or_a_dangling_link_is_listed_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf" / "solo" / "folder.yaml").mkdir(parents=True)
+    (tmp_path / "conf" / "solo" / "dangling.yaml").symlink_to(tmp_path / "missing")
+    monkeypatch.chdir(tmp_path)
+    listing = call(tmp_path, "presets")
+    assert listing.count("can't be read") == 2
+    assert "bf16" in listing
+
+
 @pytest.mark.parametrize("words", ["compact", "[compact,checkpointing]"])
 def test_the_chosen_presets_are_known_by_their_names(words: str) -> None:
     assert check_config(compose_application([f"solo={words}"])).solo.preset == words

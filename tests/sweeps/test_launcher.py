@@ -199,6 +199,13 @@ def test_processes_of_a_job_end_with_it(tmp_path: Path) -> None:
 # --- the same command goes on ---
 
 
+def test_override_with_an_interpolation_is_one_of_each_job(tmp_path: Path) -> None:
+    sweep(tmp_path, "n=1,2", "kind=fine", "+twice=${n}")
+    assert [(row.status, f"n={n}" in row.overrides) for n, row in enumerate(rows_of(tmp_path), 1)] == 2 * [
+        ("finished", True)
+    ]
+
+
 def test_the_same_command_runs_nothing_twice(tmp_path: Path) -> None:
     for _ in range(2):
         sweep(tmp_path, "n=1,2", "kind=fine,raise", code=1)
