@@ -8,6 +8,8 @@ from enum import IntEnum
 class Phase(IntEnum):
     """The order in which techniques act. Techniques of one phase act in the order of the preset."""
 
+    ITEMS = -1
+    """Loads the items of the data set otherwise; later phases see those."""
     BATCHES = 0
     """Regroups items into batches; later phases see those."""
     DATA = 1

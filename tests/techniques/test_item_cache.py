@@ -6,6 +6,7 @@ import os
 import pickle
 from collections import Counter, namedtuple
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,19 +15,22 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_solo import trainer_kwargs
 from lightning_solo.data.item_cache import CachedItems, ItemStore, packed
 from lightning_solo.errors import ConflictError
+from lightning_solo.techniques.curriculum.technique import Curriculum
 from lightning_solo.techniques.item_cache.technique import ItemCache
 from lightning_solo.techniques.length_bucketing.technique import LengthBucketing
 from lightning_solo.techniques.loader_advice.savings import Loading, savings
 from lightning_solo.techniques.loader_advice.times import Times
+from lightning_solo.techniques.packing.technique import Packing
 from lightning_solo.techniques.prefetch.technique import Prefetch
 from lightning_solo.units import KiB, MiB
 from tests.messages import mentions
-from tests.modules import classification, documents, loader, regression
+from tests.modules import Documents, classification, documents, loader, regression
 from tests.training import equal, fit
 
 Make = Callable[..., Any]
@@ -108,15 +112,75 @@ def test_a_failed_fit_leaves_no_file(make_trainer: Make, tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("other", [Prefetch, LengthBucketing])
-def test_parity_with_other_techniques_of_the_loader(make_trainer: Make, other: Any) -> None:
-    def trained(*callbacks: Any) -> Any:
-        torch.manual_seed(3)
-        if other is Prefetch:
-            return fit(make_trainer, *callbacks, max_epochs=2)
-        return fit(make_trainer, *callbacks, module=classification(L), data=documents(), max_epochs=2)
+class LoggedDocuments(Documents):
+    """Documents whose loads are counted in a file."""
 
-    assert equal(trained(other()), trained(other(), ItemCache()))
+    log: Path
+
+    def __getitem__(self, index: int) -> Any:
+        with self.log.open("a") as file:
+            file.write(f"{index}\n")
+        return super().__getitem__(index)
+
+
+OTHERS = {
+    "prefetch": Prefetch,
+    "length_bucketing": LengthBucketing,
+    "packing": Packing,
+    "curriculum": partial(Curriculum, by="length", duration=4, start=0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:callback.curriculum.duration")
+@pytest.mark.parametrize("name", OTHERS)
+def test_parity_with_other_techniques_of_the_loader(make_trainer: Make, name: str, tmp_path: Path) -> None:
+    def trained(which: str, *callbacks: Any) -> tuple[Any, list[int]]:
+        torch.manual_seed(3)
+        batches = documents()
+        batches.dataset.__class__ = LoggedDocuments
+        batches.dataset.log = tmp_path / which
+        counts: list[int] = []
+
+        class Loads(L.Callback):
+            def on_train_epoch_end(self, *_: Any) -> None:
+                counts.append(len(batches.dataset.log.read_text().split()))
+
+        every = [OTHERS[name](), *callbacks, Loads()]
+        return fit(make_trainer, *every, module=classification(L), data=batches, max_epochs=3), counts
+
+    plain, each = trained("plain")
+    cached, once = trained("cached", ItemCache())
+    assert each[2] > each[1] > each[0]
+    assert once[2] == once[1] if name != "curriculum" else once[2] - once[1] < each[2] - each[1]
+    assert equal(plain, cached)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_run_that_resumes_within_an_epoch_is_the_same(make_trainer: Make, tmp_path: Path) -> None:
+    """Its cache is empty again."""
+
+    def trained(path: Path | None, *callbacks: Any, **arguments: Any) -> Any:
+        torch.manual_seed(1)
+        module = classification(L)
+        trainer = make_trainer(L, callbacks=[LengthBucketing(), ItemCache(), *callbacks], **arguments)
+        trainer.fit(module, documents(), ckpt_path=path, weights_only=True)
+        return module
+
+    whole = trained(None, max_epochs=2)
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    trained(None, saves, max_steps=2, enable_checkpointing=True)
+    (path,) = tmp_path.glob("*.ckpt")
+    assert equal(whole, trained(path, max_epochs=2))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_are_spawned_share_the_cache(make_trainer: Make, tmp_path: Path, persistent: bool) -> None:
+    data = Rows(tmp_path / "log")
+    options = {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": persistent}
+    fit(make_trainer, ItemCache(), data=DataLoader(data, 4, **options), max_epochs=3)
+    assert set(data.loads().values()) == {1, 3}  # items that are loaded twice for the check
 
 
 def test_what_is_cached_is_said(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:

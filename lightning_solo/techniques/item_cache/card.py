@@ -23,7 +23,7 @@ class Settings(TechniqueSettings):
 CARD = Card(
     name="item_cache",
     target="lightning_solo.techniques.item_cache.technique:ItemCache",
-    phase=Phase.BATCHES,
+    phase=Phase.ITEMS,
     settings=Settings,
     saves="no memory but time: from the second epoch on, the loading of the data set's items",
     costs="up to ``budget`` bytes of host memory, or of disk; a read and a copy per item",
