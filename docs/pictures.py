@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_solo.planner.plan import Plan
 from lightning_solo.report import ladder_file
-from lightning_solo.report.charts import bars, lines, stacks
+from lightning_solo.report.charts import against, bars, lines, stacks
 from lightning_solo.report.figures import in_words, points_table
 from lightning_solo.report.model import Draw, Figure
 from lightning_solo.report.page import vega_lite, vl_convert
@@ -53,6 +53,24 @@ def bytes_per_parameter(result: dict[str, Any]) -> list[Figure]:
     ]
     title = "Model states after a step: bytes per parameter"
     return [of_bars("bytes_per_parameter", title, rows, partial(stacks, rows, STATES, "bytes per parameter", None))]
+
+
+def planned_against_counted(result: dict[str, Any]) -> list[Figure]:
+    """Return the planned and the counted peak of a step of each architecture."""
+    rows = [
+        {"name": name, "x": entry["real"] / MiB, "y": entry["cpu"] / MiB}
+        for name, entry in result["architectures"].items()
+        if entry.get("real") and entry.get("cpu")
+    ]
+    farthest = max(rows, key=lambda row: abs(row["y"] / row["x"] - 1))
+    title = f"Peak of a step of {len(rows)} architectures of transformers"
+    text = (
+        f"Scatter chart: {title}, planned against counted, from {min(row['x'] for row in rows):.0f} to"
+        f" {max(row['x'] for row in rows):.0f} MiB. Farthest apart: {farthest['name']}, planned"
+        f" {farthest['y']:.1f} MiB, counted {farthest['x']:.1f} MiB."
+    )
+    draw = partial(against, rows, "counted in a real step, MiB", "planned, MiB")
+    return [Figure("planned_against_counted", title, "", text, draw, Table(title, (), []))]
 
 
 def padding(result: dict[str, Any]) -> list[Figure]:
@@ -100,6 +118,7 @@ def of_bars(name: str, title: str, rows: Sequence[dict[str, Any]], draw: Draw) -
 CHARTS: dict[str, Callable[[dict[str, Any]], list[Figure]]] = {
     "ladder_cpu.json": ladder,
     "compact_cpu.json": bytes_per_parameter,
+    "architectures_cpu.json": planned_against_counted,
     "padding_cpu.json": padding,
     "sequences_cpu.json": sequences,
     "plan_byte_gpt_1b.json": plans,

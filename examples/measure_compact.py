@@ -29,6 +29,7 @@ from this_machine import machine, versions
 PARTS = ("states", "convergence", "resident", "step", "largest")
 PRESETS = ("baseline", "bf16_true", "compact")
 SEEDS, STEPS, LAST = (1, 2, 3), 1000, 100
+EVERY = 50  # steps of a point of a curve
 ELEMENTS, TIMED = 100_000_000, 7
 
 
@@ -92,7 +93,7 @@ def states(preset: str, depth: int, seed: int) -> dict[str, Any]:
 
 
 def convergence(preset: str, depth: int, seed: int) -> dict[str, Any]:
-    """Return the loss on held-out text, and of the last steps."""
+    """Return the loss on held-out text, of the last steps, and over the steps."""
     import torch
 
     from lightning_solo.reference.stdlib_text import StdlibText
@@ -111,6 +112,7 @@ def convergence(preset: str, depth: int, seed: int) -> dict[str, Any]:
         "seed": seed,
         "held_out": round(float(torch.stack(held_out).mean()), 5),
         "last": round(statistics.mean(losses[-LAST:]), 5),
+        "curve": [round(statistics.mean(losses[i : i + EVERY]), 4) for i in range(0, STEPS, EVERY)],
     }
 
 

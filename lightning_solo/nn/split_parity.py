@@ -59,7 +59,7 @@ def mismatch(
     return first if gap > max(max(losses) - min(losses), max(sums) - min(sums)) else None
 
 
-SHARPER = 32.0
+SHARPER = 256.0
 """Factor of the logits of sharpened cross entropies."""
 
 

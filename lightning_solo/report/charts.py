@@ -171,6 +171,28 @@ def scatter(rows: Sequence[dict[str, Any]], x: str, y: str, palette: Palette) ->
     return _finished(line + points + jobs, {"data": drawn}, palette, height=320)
 
 
+def against(rows: Sequence[dict[str, Any]], x: str, y: str, palette: Palette) -> dict[str, Any]:
+    """Return a chart with a point per row, and the line on which both values are equal; logarithmic scales.
+
+    Args:
+        rows: ``name``, ``x`` and ``y``, which are positive.
+        x: title of the horizontal axis.
+        y: title of the vertical axis.
+        palette: colours.
+    """
+    alt = altair()
+    values = [value for row in rows for value in (row["x"], row["y"])]
+    scale = alt.Scale(type="log", domain=[0.8 * min(values), 1.25 * max(values)], nice=False)
+    base = _over("data").encode(x=alt.X("x:Q", title=x, scale=scale), y=alt.Y("y:Q", title=y, scale=scale))
+    numbers = [alt.Tooltip("x:Q", title=x, format=FORMAT), alt.Tooltip("y:Q", title=y, format=FORMAT)]
+    points = base.mark_point(size=40, strokeWidth=1.4, opacity=0.8, color=palette.marks[0]).encode(
+        tooltip=["name:N", *numbers]
+    )
+    equal = _over("equal").mark_line(strokeDash=[4, 3], color=palette.ink, strokeWidth=1).encode(x="x:Q", y="y:Q")
+    ends = [{"x": end, "y": end} for end in (min(values), max(values))]
+    return _finished(equal + points, {"data": list(rows), "equal": ends}, palette, height=360)
+
+
 def _around(values: Sequence[float]) -> dict[str, Any]:
     """Return a scale around values, with a margin if all are equal; else Vega would label the axis with integers."""
     if min(values) == max(values):

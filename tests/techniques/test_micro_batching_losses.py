@@ -490,12 +490,54 @@ def test_mean_over_tokens_is_refused_in_a_model_that_predicts_all_tokens_alike(
     def fit(weight_by: str) -> None:
         data = DataLoader([{"labels": row} for row in tokens], batch_size=8)
         technique = MicroBatching(4, weight_by=weight_by)
+        torch.manual_seed(0)
         make_trainer(L, callbacks=[technique], precision=precision).fit(Language(lambda: None, nn.Linear(50, 50)), data)
 
     for wrong in {"samples", "tokens", "shifted_tokens"} - {by}:
         with pytest.raises(ConflictError, match=f"write callback.micro_batching.weight_by={by},"):
             fit(wrong)
     fit(by)
+
+
+def test_loss_with_weights_of_classes_is_refused_though_the_first_parts_have_none_that_is_rare(
+    make_trainer: Make,
+) -> None:
+    class Weighted(Step):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return F.cross_entropy(self.net(batch["x"]), batch["rare"], weight=torch.tensor([1.0, 9.0]))
+
+    items = [{"x": row, "rare": int(index >= 24)} for index, row in enumerate(torch.randn(32, WIDTH))]
+    with pytest.raises(ConflictError, match=mentions("the loss of 32 samples", "check=false")):
+        make_trainer(L, callbacks=[MicroBatching(4)]).fit(
+            Weighted(lambda: None, nn.Linear(WIDTH, 2)), DataLoader(items, batch_size=32)
+        )
+
+
+def test_frozen_part_is_not_proposed_to_embed_samples(make_trainer: Make) -> None:
+    """Such as a momentum encoder, which runs without gradients."""
+
+    class Momentum(Towers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.text.requires_grad_(False)
+
+    with pytest.raises(ConflictError, match=mentions("embed=image")):
+        fitted(make_trainer, Momentum(), MicroBatching(4), batch=8)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_learning_rate_finder_trains_on_whole_batches(make_trainer: Make, tmp_path: Any) -> None:
+    """It drops the other callbacks for its steps."""
+
+    class Tuned(Towers):
+        lr = 1e-2
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.image(batch["x"]).square().mean()
+
+    finder = L.callbacks.LearningRateFinder(num_training_steps=3, early_stop_threshold=None)
+    module = fitted(make_trainer, Tuned(), MicroBatching(4), finder, batch=8, default_root_dir=tmp_path)
+    assert module.trainer.global_step == 3
 
 
 class Averaging(Towers):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import PresetError
+from lightning_solo.techniques.micro_batching.technique import MicroBatching
 from lightning_solo.techniques.throughput import flops, rates, technique
 from lightning_solo.techniques.throughput.flops import CountedOnce, compute_dtype
 from lightning_solo.techniques.throughput.nvml import GpuState
@@ -499,3 +501,17 @@ def test_state_of_the_gpu_is_logged(home: Any, make_trainer: Any, monkeypatch: p
     make_trainer(home, logger=logger, log_every_n_steps=1, callbacks=[callback]).fit(regression(home), loader(4))
     logged = [metrics for _, metrics in logger.seen if "throughput/utilization" in metrics]
     assert [metrics["throughput/throttled_by_power"] for metrics in logged] == [1.0] * 2
+
+
+@pytest.mark.parametrize("micro_batch", [2, 1])
+def test_flops_of_a_batch_that_is_split_are_those_of_all_its_parts(
+    make_trainer: Callable[..., Any], micro_batch: int
+) -> None:
+    def flops(*callbacks: Any) -> int:
+        callback = Throughput()
+        make_trainer(L, callbacks=[callback, *callbacks]).fit(regression(L), loader(3))
+        counted = callback._rates.totals[-1].flops
+        assert counted
+        return counted
+
+    assert flops(MicroBatching(micro_batch, check=False)) == flops()

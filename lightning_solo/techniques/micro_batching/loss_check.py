@@ -185,7 +185,7 @@ class Trial:
         return terms if len(terms) == len(losses) else None
 
     def called(self, batch: Any) -> list[str]:
-        """Return the names of the modules with parameters that ``training_step`` calls, without those inside them."""
+        """Return the names of the trained modules that ``training_step`` calls, without those inside them."""
         names: dict[str, None] = {}
         depth = [0]
 
@@ -199,7 +199,7 @@ class Trial:
 
         with ExitStack() as hooks:
             for name, part in self._module.named_modules():
-                if part is not self._module and any(True for _ in part.parameters()):
+                if part is not self._module and any(p.requires_grad for p in part.parameters()):
                     hooks.callback(part.register_forward_pre_hook(partial(enter, name)).remove)
                     hooks.callback(part.register_forward_hook(leave, always_call=True).remove)
             self.loss(batch)

@@ -216,6 +216,8 @@ class MicroBatching(Technique, Settings):
 
     def loss(self, ctx: Run, proceed: Callable[..., Any]) -> Any:
         """Run all batches of a step together with its last one; earlier ones wait."""
+        if self not in ctx.trainer.callbacks:  # `LearningRateFinder` drops them for its steps
+            return proceed()
         if not ctx.window.is_last:
             return patches.empty_result(ctx.trainer)
         if self._rollback is None:
@@ -286,7 +288,7 @@ class MicroBatching(Technique, Settings):
             samples = self._splitter.samples(waiting.batch)
             if samples > (size or 1):
                 self._compared = True
-                require_mean(ctx, self._splitter, *waiting, samples=min(samples, 2 * size) if size else samples)
+                require_mean(ctx, self._splitter, *waiting, samples=samples)
                 return
 
     def _samples_of(self, part: MicroBatch) -> int:
@@ -332,8 +334,8 @@ class MicroBatching(Technique, Settings):
 
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
         """Save the gradients that are left after ``zero_grad``."""
-        assert self._gradients is not None  # set in loss
-        self._gradients.save(zeroed=self._zeroed)
+        if self._gradients is not None:  # set in loss, except for the steps of `LearningRateFinder`
+            self._gradients.save(zeroed=self._zeroed)
         return proceed(loss)
 
     def _shrink(self, ctx: Run, samples: int, failure: str) -> None:

@@ -29,10 +29,10 @@ def eager_flop_counter() -> Iterator[FlopCounterMode]:
 
 
 class CountedOnce:
-    """Replaces an object's method until its next call, and passes the FLOPs of that call to ``receive``."""
+    """Replaces an object's method until its next call; passes that call's FLOPs and arguments to ``receive``."""
 
-    def __init__(self, owner: Any, name: str, receive: Callable[[int], None]) -> None:
-        self.receive: Callable[[int], None] | None = receive
+    def __init__(self, owner: Any, name: str, receive: Callable[..., None]) -> None:
+        self.receive: Callable[..., None] | None = receive
         self._patch = contextlib.ExitStack()
         self.method = self._patch.enter_context(replaced(owner, name, self))
 
@@ -44,7 +44,7 @@ class CountedOnce:
             return self.method(*args, **kwargs)
         with eager_flop_counter() as counter:
             result = self.method(*args, **kwargs)
-        receive(int(counter.get_total_flops()))
+        receive(int(counter.get_total_flops()), *args)
         return result
 
     def remove(self) -> None:

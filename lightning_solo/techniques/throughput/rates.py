@@ -29,6 +29,7 @@ class Rates:
         self.totals: deque[Totals] = deque(maxlen=window_size)
         self.seconds = 0.0
         self.flops_of_batch = 0  # model FLOPs of the next batch; 0 if they were not counted
+        self.counted: tuple[int | None, int | None] = (None, None)  # samples and tokens of which they are
         self._samples = 0
         self._tokens: int | None = 0
         self._flops = 0.0
@@ -55,7 +56,8 @@ class Rates:
         self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
         units = samples if tokens is None else tokens
         if self.flops_of_batch and units:
-            self._flops_per_unit, self.flops_of_batch = self.flops_of_batch / units, 0
+            part = self.counted[0 if tokens is None else 1] or units
+            self._flops_per_unit, self.flops_of_batch = self.flops_of_batch / min(part, units), 0
         self._flops += (self._flops_per_unit or 0.0) * units
         flops = None if self._flops_per_unit is None else round(self._flops)
         self.totals.append(Totals(self.seconds, self._samples, self._tokens, flops))

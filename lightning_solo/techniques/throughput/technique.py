@@ -63,8 +63,10 @@ class Throughput(Callback, Settings):
             # 3 = forward 1 + backward 2: gradients of inputs and of weights cost a forward each
             passes = 3 if pl_module.automatic_optimization else 1
 
-            def receive(flops: int) -> None:
+            def receive(flops: int, batch: Any = None, *_: Any) -> None:
                 self._rates.flops_of_batch = passes * flops
+                if self.samples_per_batch is None and self.tokens_per_batch is None:
+                    self._rates.counted = size_of(batch)  # of a part, if a technique splits batches
 
             self._counter = CountedOnce(trainer.strategy, "training_step", receive)
 
