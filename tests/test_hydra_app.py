@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[1]
 
 TEMPLATE_APP = """
 import hydra
-import lightning as L
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from train_module import module, data
@@ -33,8 +32,7 @@ def instantiate_callbacks(callbacks_cfg):  # as lightning-hydra-template does, w
 @hydra.main(config_path="conf", config_name="train", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     callbacks = instantiate_callbacks(cfg.callbacks)
-    trainer = L.Trainer(callbacks=callbacks, max_epochs=2, logger=False, enable_checkpointing=False,
-                        enable_progress_bar=False, enable_model_summary=False)
+    trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=False)  # the template's line
     trainer.fit(module(), data())
     print("steps", trainer.global_step, [type(c).__name__ for c in callbacks])
 
@@ -42,6 +40,12 @@ def main(cfg: DictConfig) -> None:
 main()
 """
 TEMPLATE_CONF = """
+trainer:
+  _target_: lightning.pytorch.trainer.Trainer
+  max_epochs: 2
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
 callbacks:
   schedule:
     _target_: lightning_solo.callbacks.AccumulationSchedule
