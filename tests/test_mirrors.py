@@ -54,7 +54,7 @@ ELSEWHERE = {
     "report/test_sweep_folder.py": "report/charts",
     "seams/test_techniques.py": "seams/strategy seams/technique",
     "sweeps/test_display.py": "sweeps/output",
-    "sweeps/test_jobs.py": "atomic_files sweeps/observer sweeps/job_process",
+    "sweeps/test_jobs.py": "atomic_files sweeps/job_process",
     "sweeps/test_optuna.py": "sweeps/pruning",
     "sweeps/test_optuna_space.py": "sweeps/search sweeps/search_settings sweeps/search_space sweeps/study",
     "sweeps/test_server.py": "sweeps/files sweeps/forking",

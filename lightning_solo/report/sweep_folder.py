@@ -107,7 +107,7 @@ def columns(rows: Sequence[Row]) -> dict[str, Column[Row]]:
         "job": Column("job", lambda row: Cell(f"#{row.number}", row.number)),
         "overrides": Column("overrides", overrides),
         "status": Column("status", lambda row: Cell(plain(row.detail if pruned(row) else row.status), row.status)),
-        "loss": Column("loss", lambda row: number(row.loss, 4)),
+        "loss": Column(head_of_loss(rows), lambda row: number(row.loss, 4)),
         "peak_device_bytes": Column("peak device", lambda row: size(row.peak_device_bytes)),
         "peak_host_bytes": Column("peak host", lambda row: size(row.peak_host_bytes)),
         "tokens_per_s": Column("tokens per s", lambda row: number(row.tokens_per_s, 4)),
@@ -117,6 +117,12 @@ def columns(rows: Sequence[Row]) -> dict[str, Column[Row]]:
         "detail": Column("detail", detail),
         "best": Column("best in loss against", lambda row: Cell(" and ".join(fronts[row.number]))),
     }
+
+
+def head_of_loss(rows: Sequence[Row]) -> str:
+    """Return the name of the metric that is the loss of all jobs; "loss" if they differ or return a number."""
+    names = {row.loss_name for row in rows if row.loss is not None}
+    return plain(names.pop() or "loss") if len(names) == 1 else "loss"
 
 
 def pruned(row: Row) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_solo.atomic_files import write_json
+from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.seams.homes import default_home
 from lightning_solo.sweeps.files import JobFiles, SweepFolder
 from lightning_solo.sweeps.job_process import VARIABLE, peaks
@@ -62,18 +62,24 @@ class JobObserver(Callback):  # type: ignore[misc]
             self._pruning.report(trainer)
 
     def write(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Write the steps done and planned, the metrics of this run of the Trainer, and the memory."""
+        """Write the steps done and planned, the metrics, and the memory.
+
+        A fit's metrics replace the earlier ones. A test or validation after it, also by another Trainer, adds its own.
+        """
         self._written = time.monotonic()
         try:
-            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()} | figures(trainer)
+            fitted = {} if trainer.state.fn == "fit" else read_json(self._files.progress) or {}
+            metrics = dict(fitted.get("metrics", {}))
+            metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()} | figures(trainer)
             write_json(
                 self._files.progress,
                 {
                     "step": trainer.global_step,
                     "of_steps": total_steps(trainer),
+                    "pruned_at": self._pruning and self._pruning.pruned_at,
+                    **fitted,
                     "loss": loss_of(metrics),
                     "metrics": metrics,
-                    "pruned_at": self._pruning and self._pruning.pruned_at,
                     **peaks(),
                 },
                 durable=False,

@@ -30,7 +30,7 @@ class Row:
         folder: the job's folder.
         attempt: number of times that the job was started.
         returned: the value of the task function if it is plain, else None.
-        metrics: the Trainer's metrics at the end, by name.
+        metrics: the metrics of the last fit and of tests after it, by name.
         steps: number of optimizer steps.
         seconds: seconds from the start to the end of its process, plus those of the attempts that it resumed.
         peak_device_bytes: peak memory on the device; None without a device.
@@ -70,6 +70,13 @@ class Row:
         return loss_of(self.metrics) if returned is None else returned
 
     @property
+    def loss_name(self) -> str | None:
+        """The name of the metric that is the loss; None without a loss, or if the task function returns it."""
+        if self.loss is None or number(self.returned) is not None:
+            return None
+        return None if isinstance(self.returned, Mapping) and "loss" in self.returned else name_of_loss(self.metrics)
+
+    @property
     def tokens_per_s(self) -> float | None:
         """The last logged ``throughput/tokens_per_s``, if any."""
         return self.metrics.get("throughput/tokens_per_s")
@@ -89,17 +96,24 @@ def is_validation_loss(name: str) -> bool:
     return "val" in name.lower() and "loss" in name.lower()
 
 
+def name_of_loss(metrics: Mapping[str, float]) -> str | None:
+    """Return the name of the validation loss if one is logged, else of another logged loss, a test's last.
+
+    >>> name_of_loss({"train/loss": 2.0, "val_loss": 3.0}), name_of_loss({"test/loss": 2.0, "loss": 3.0})
+    ('val_loss', 'loss')
+    """
+    names = [name for name in metrics if "loss" in name.lower()]
+    return min(names, key=lambda name: (not is_validation_loss(name), "test" in name.lower()), default=None)
+
+
 def loss_of(metrics: Mapping[str, float]) -> float | None:
-    """Return the validation loss if one is logged, else another logged loss.
+    """Return the loss that `name_of_loss` names.
 
     >>> loss_of({"train/loss": 2.0, "val_loss": 3.0}), loss_of({"accuracy": 1.0})
     (3.0, None)
     """
-    for word in ("val", "loss"):
-        for name, value in metrics.items():
-            if "loss" in name.lower() and word in name.lower():
-                return value
-    return None
+    name = name_of_loss(metrics)
+    return None if name is None else metrics[name]
 
 
 def append(path: Path, row: Row) -> None:

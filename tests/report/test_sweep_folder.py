@@ -13,7 +13,7 @@ import pytest
 from lightning_solo.atomic_files import write_json
 from lightning_solo.report.charts import scatter
 from lightning_solo.report.palette import LIGHT
-from lightning_solo.report.sweep_folder import MOST_CURVES, front_of, job_folder, read_sweep
+from lightning_solo.report.sweep_folder import MOST_CURVES, columns, front_of, job_folder, read_sweep
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import BEGUN
 from lightning_solo.sweeps.results import Row, line_of
@@ -115,6 +115,16 @@ def test_without_a_device_the_process_is_compared(tmp_path: Path) -> None:
     rows = [make_row(n, peak_device_bytes=None) for n in range(2)]
     memory = read_sweep(make_sweep(tmp_path, rows)).figures[0]
     assert lines_with(memory.table.headings[2], "process", "GiB")
+
+
+def test_column_of_the_loss_is_headed_by_the_name_of_the_metric(tmp_path: Path) -> None:
+    named, other = {"val/loss": 2.0, "test/loss": 1.0}, {"loss": 2.0}
+    heads = {
+        "val/loss": [make_row(0, returned=None, metrics=named), make_row(1, status="failed", metrics=other)],
+        "loss": [make_row(0, returned=None, metrics=named), make_row(1, returned=3.0, metrics=named)],
+    }
+    for head, rows in heads.items():
+        assert columns(rows)["loss"].heading == head
 
 
 def test_running_job_has_a_row(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ def test_rows_of_another_version_are_refused(tmp_path: Path, change: dict[str, o
 def test_loss_is_the_returned_number_else_the_validation_loss() -> None:
     assert replace(ROW, returned=0.25).loss == 0.25
     assert replace(ROW, returned=None, metrics={"train/loss": 1.0, "validation/loss": 3.0}).loss == 3.0
+    assert replace(ROW, returned=None, metrics={"test/loss": 1.0, "train/loss": 2.0}).loss == 2.0
+    assert replace(ROW, returned=None, metrics={"test/loss": 1.0, "accuracy": 2.0}).loss == 1.0
     assert replace(ROW, returned=True, metrics={}).loss is None
     rung = {"loss": 2.5, "step_s": 0.1}  # of a ladder, whose report has its loss twice
     assert replace(ROW, returned=rung, metrics={"train/loss": 1.0}).loss == 2.5
