@@ -14,6 +14,7 @@ from typing import Any
 from hydra import initialize_config_dir
 from hydra._internal.callbacks import Callbacks
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
@@ -74,7 +75,10 @@ TOP = (
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """The checked parts of the application's configuration, in plain containers."""
+    """The checked parts of the application's configuration, in plain containers.
+
+    ``batch_chosen``: an override sets ``data.batch_size``, perhaps to the default.
+    """
 
     solo: Configuration
     model: dict[str, Any]
@@ -82,15 +86,16 @@ class CheckedConfig:
     optimizer: dict[str, Any]
     trainer: dict[str, Any]
     allow: list[str]
+    batch_chosen: bool = False
 
 
-def chosen_batch(data: Mapping[str, Any]) -> int | None:
+def chosen_batch(checked: CheckedConfig) -> int | None:
     """Return the batch size that the user chose for the default text data; None if unchanged, or for other data."""
-    if data.get("name") != "stdlib_text":
+    if checked.data.get("name") != "stdlib_text":
         return None
     default = parameters(target_of("data", "stdlib_text", "data.name"))["batch_size"].default
-    batch = data.get("batch_size", default)
-    return None if batch == default else batch
+    batch = checked.data.get("batch_size", default)
+    return batch if checked.batch_chosen or batch != default else None
 
 
 def check_command_line(arguments: Sequence[str]) -> None:
@@ -163,8 +168,9 @@ def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfi
         _refuse_unused_optimizer(plain["optimizer"], overrides)
         plain["optimizer"] = {}
     solo = parse_configuration(plain["solo"], allow)
+    hydra: Any = cfg.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
     if "hydra" in cfg:
-        solo = replace(solo, preset=chosen_in(cfg.hydra))
+        solo = replace(solo, preset=chosen_in(hydra))
     check_arguments(plain["trainer"], parameters(TRAINER), "trainer")
     if old := old_spellings.refusal_of_argument(plain["trainer"].get("strategy")):
         raise PresetError(old)
@@ -176,6 +182,7 @@ def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfi
         optimizer=plain["optimizer"] or {},
         trainer=plain["trainer"],
         allow=allow,
+        batch_chosen=hydra is not None and any(text.startswith("data.batch_size=") for text in hydra.overrides.task),
     )
 
 

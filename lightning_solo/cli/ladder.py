@@ -21,6 +21,7 @@ from lightning_solo.cli.ladder_line import (
     parse,
     prepare,
     settings_of,
+    suggested_argument,
 )
 from lightning_solo.cli.terminal import print_lines, table_console
 from lightning_solo.cli.train import build_parts, own_arguments
@@ -53,7 +54,8 @@ def rung(config: RungConfig) -> dict[str, Any]:
     L.seed_everything(config.seed, workers=True, verbose=False)
     model, data = build_parts(checked)
     trainer = {**own_arguments(Path(config.folder)), **checked.trainer, **arguments}
-    return measure(model, data, trainer, clock, config.steps)
+    measures = measure(model, data, trainer, clock, config.steps)
+    return {**measures, "batch_argument": suggested_argument(checked, data)}
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.utils import get_object
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -29,6 +30,7 @@ from lightning_solo.ladder.rungs import LadderTechnique, chosen, folder_name, ov
 from lightning_solo.ladder.rungs import techniques as rungs
 from lightning_solo.presets.devices import budget_bytes
 from lightning_solo.presets.overrides import parse_override, refuse_twice
+from lightning_solo.presets.signature import parameters_of_class
 from lightning_solo.sweeps.jobs import Settings
 
 OURS = {
@@ -151,11 +153,26 @@ def batch_argument(checked: CheckedConfig) -> tuple[str, int] | None:
     For a custom module, ``data.batch_size`` counts only if the user chose it, because the module may have a loader.
     """
     if "_target_" in checked.model and "batch_size" not in checked.model and "_target_" not in checked.data:
-        batch = chosen_batch(checked.data)
+        batch = chosen_batch(checked)
         return None if batch is None else ("data.batch_size", batch)
     group = "data" if "_target_" in checked.data or "batch_size" not in checked.model else "model"
     batch = getattr(checked, group).get("batch_size")
     return (f"{group}.batch_size", batch) if isinstance(batch, int) else None
+
+
+def suggested_argument(checked: CheckedConfig, data: Any) -> str | None:
+    """Return the override key that would set the loader's batch size; None if its class takes no ``batch_size``.
+
+    Args:
+        checked: a configuration that doesn't set it.
+        data: the data, or None if the module has its own loader.
+    """
+    group = "model" if data is None else "data"
+    node = getattr(checked, group)
+    if "_target_" not in node:
+        return f"{group}.batch_size"
+    accepted = parameters_of_class(get_object(node["_target_"]))
+    return f"+{group}.batch_size" if accepted is None or "batch_size" in accepted else None
 
 
 def with_batch(overrides: Sequence[str], key: str, batch: int) -> list[str]:

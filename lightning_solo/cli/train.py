@@ -221,7 +221,7 @@ def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
 
 def _refuse_unused_batch(checked: CheckedConfig, module: str) -> None:
     """Refuse ``data.batch_size`` if the module has its own loader, so that the default text data isn't used."""
-    batch = chosen_batch(checked.data)
+    batch = chosen_batch(checked)
     if batch is not None:
         arguments = inspect.signature(get_object(checked.model["_target_"])).parameters
         near = [f"{'' if name in checked.model else '+'}model.{name}={batch}" for name in arguments if "batch" in name]

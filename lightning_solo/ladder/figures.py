@@ -122,11 +122,12 @@ def remarks(
     samples, usual = measures.get("samples_per_step"), base.get("samples_per_step")
     if samples and usual and samples != usual:
         parts = max(samples // usual, 1)
-        remedy = (
-            f"a batch of {usual} can't be divided by {parts}, write a batch size that can"
-            if usual % parts
-            else f"to have it divided write it as an argument: data.batch_size={usual}, +model.batch_size={usual}"
-        )
+        if usual % parts:
+            remedy = f"a batch of {usual} can't be divided by {parts}, write a batch size that can"
+        elif key := measures.get("batch_argument"):
+            remedy = f"to have it divided write it as an argument: {key}={usual}"
+        else:
+            remedy = "to have it divided, give the class with the train_dataloader an argument batch_size"
         notes.append(
             f"each step takes {samples} samples, the baseline's {usual}: step time and loss are not of the same batch,"
             f" and each micro-batch is as large as the baseline's batch, so no memory is saved; {remedy}"

@@ -6,6 +6,7 @@ import json
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,15 @@ import pytest
 import torch
 
 from lightning_solo.cli.ladder import claim, rung
-from lightning_solo.cli.ladder_line import LadderOptions, compose_base, folder_of, parse, prepare
+from lightning_solo.cli.ladder_line import (
+    LadderOptions,
+    compose_base,
+    folder_of,
+    parse,
+    prepare,
+    suggested_argument,
+)
+from lightning_solo.cli.train import build_parts
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError, SoloError
 from lightning_solo.ladder.rungs import techniques
 from lightning_solo.presets.compose import compose
@@ -233,10 +242,24 @@ def test_the_batch_is_divided_where_it_is_an_argument() -> None:
     assert "data.batch_size=6" in prepared("accumulation", "data.batch_size=6").overrides  # 4 is no part of 6
     eight = "solo.callback.accumulation_schedule.milestones=[[0,8]]"
     assert prepared("accumulation", eight).overrides[-1] == "data.batch_size=2"  # 16 / 8
-    custom = ["model=custom", "model._target_=their_project.Theirs", "allow=[their_project]"]
     assert not any(
-        "batch_size" in text for text in prepared("accumulation", *custom).overrides
+        "batch_size" in text for text in prepared("accumulation", *MODULE).overrides
     )  # its loader may set it
+
+
+def test_batch_size_that_a_module_ignores_is_refused_even_if_it_is_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_project.py").write_text(PROJECT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "their_project", raising=False)
+    checked = prepared("", *MODULE, "data.batch_size=16").argument.checked
+    with pytest.raises(PresetError, match=mentions("data.batch_size=16", "train_dataloader", "+model.batch_size=16")):
+        build_parts(checked)
+    checked = prepared("", *MODULE).argument.checked
+    _, data = build_parts(checked)
+    assert suggested_argument(checked, data) == "+model.batch_size"
+    assert suggested_argument(prepared("").argument.checked, object()) == "data.batch_size"
 
 
 def test_config_hash_depends_on_techniques_steps_and_overrides() -> None:

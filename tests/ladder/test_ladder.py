@@ -447,7 +447,8 @@ def test_a_change_within_the_noise_is_marked(tmp_path: Path) -> None:
 def test_remark_says_why_a_row_is_not_comparable() -> None:
     base = {"steps": 5, "samples_per_step": 8, "loss": 1.0}
     for other, claims_to_be_exact, words in (
-        ({"samples_per_step": 32}, None, ("32 ", " 8", "data.batch_size")),
+        ({"samples_per_step": 32, "batch_argument": "+model.batch_size"}, None, ("32 ", " 8", "+model.batch_size=8")),
+        ({"samples_per_step": 32}, None, ("32 ", " 8", "an argument batch_size")),
         ({"samples_per_step": 24}, None, ("24 ", "batch of 8", "by 3")),
         ({"steps": 3}, None, ("3 of 5",)),
         ({"loss": float("nan")}, True, ("loss", "nan")),
