@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
 from lightning_solo.build import build_callbacks, trainer_arguments
+from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.cards.configuration import Chosen
 from lightning_solo.errors import PresetError, nearest
-from lightning_solo.presets.compose import Preset, compose, compose_yaml
+from lightning_solo.presets.compose import Preset, compose, compose_yaml, refusal_of
 from lightning_solo.presets.files import descriptions, preset_files
+from lightning_solo.presets.parse import TRAINER, unknown_field
+from lightning_solo.presets.signature import parameters
+from lightning_solo.presets.spelling import written
 from lightning_solo.requirements import check_machine
 
 
@@ -27,7 +32,7 @@ def trainer_kwargs(
     module: Any = None,
     batch: Any = None,
     trainer: Mapping[str, Any] | None = None,
-    **unknown: Any,
+    **arguments: NoReturn,
 ) -> dict[str, Any]:
     """Return the Trainer arguments of a preset: ``L.Trainer(**trainer_kwargs("bf16"))``.
 
@@ -45,7 +50,7 @@ def trainer_kwargs(
         batch: for ``auto`` only: one micro-batch for ``training_step``; by default the first batch of the module's
             ``train_dataloader``.
         trainer: for ``auto`` only: your other Trainer arguments, such as ``{"gradient_clip_val": 1.0}``.
-        unknown: refused.
+        arguments: refused; pass the Trainer's own to `lightning_solo.trainer`.
 
     Raises:
         BudgetError: ``auto`` finds no preset that fits.
@@ -53,10 +58,10 @@ def trainer_kwargs(
         PresetError: an unknown preset, field or argument, or an impossible value.
         ConflictError: two choices that cannot be combined.
         CapabilityError: this machine lacks what the preset needs.
-        TypeError: it has no argument of that name.
     """
-    if unknown:
-        raise TypeError(_unknown_argument(*next(iter(unknown.items())), preset))
+    refused: Mapping[str, object] = arguments
+    for name, value in refused.items():
+        raise PresetError(_unknown_argument(name, value, preset, overrides, allow))
     configuration = compose(preset, overrides, allow=allow)
     if configuration.auto is not None:
         if module is None:
@@ -71,12 +76,22 @@ def trainer_kwargs(
     return trainer_arguments(configuration, callbacks=callbacks, lightning=lightning)
 
 
-def _unknown_argument(name: str, value: Any, preset: Preset) -> str:
-    own = nearest(name, ("overrides", "callbacks", "allow", "lightning", "module", "batch", "trainer"))
-    merged = (
-        f"the Trainer's own arguments are merged with a preset's by solo.trainer({{{name!r}: {value!r}}}, {preset!r})"
-    )
-    return f"trainer_kwargs has no argument {name}={value!r}{own}{merged}"
+def _unknown_argument(name: str, value: object, preset: Preset, overrides: Sequence[str], allow: Sequence[str]) -> str:
+    """Return the message for an argument that `trainer_kwargs` doesn't take."""
+    own = [each for each in inspect.signature(trainer_kwargs).parameters if each != "arguments"]
+    is_plain = isinstance(value, str | int | float | list | tuple | None)
+    keyword, words = f"{name}={value!r}" if is_plain else f"{name}=...", "trainer_kwargs has no such argument"
+    chosen = "cfg.solo" if isinstance(preset, Mapping) else repr(preset)
+    if name in ("precision", "accumulate_grad_batches") or (name == "strategy" and value in catalogue().group(name)):
+        added = f"{'+' if name == 'strategy' else ''}{name}={written(value)}"
+        if error := refusal_of(preset, [*overrides, added], allow):
+            return f"{keyword}: {words}, and the preset refuses the override {added!r}: {error}"
+        return f"{keyword}: {words}; write trainer_kwargs({chosen}, overrides={[*overrides, added]})"
+    if name in ("devices", "num_nodes"):
+        return unknown_field(name, value)
+    if name in parameters(TRAINER):
+        return f"{keyword}: {words}, but a Trainer has; write solo.trainer({{}}, {chosen}, {keyword})"
+    return f"{keyword}: {words}{nearest(name, [*own, *parameters(TRAINER)])}there are {', '.join(own)}"
 
 
 def callbacks(

@@ -74,7 +74,7 @@ def trainer(
     refuse_foreign_targets(fields, "trainer", [*TRUSTED, *allow])
     cls = resolve_name(f"{home}:Trainer")
     fields = {name: value for name, value in fields.items() if value is not None}
-    check_arguments(fields, _accepted(home, fields), "trainer")
+    check_arguments({**fields, **arguments}, _accepted(home, fields, arguments), "trainer")
     if old := old_spellings.refusal_of_argument({**fields, **arguments}.get("strategy")):
         raise PresetError(old)
     given = {**instantiate(fields, "trainer", [*TRUSTED, *allow]), **arguments}
@@ -86,9 +86,10 @@ def trainer(
     return cls(**{**given, **merged(plain, ours, preset, overrides, allow)})
 
 
-def _accepted(home: str, fields: Mapping[str, Any]) -> dict[str, Parameter]:
-    """Return the arguments of a home's Trainer; those that are objects in ``fields`` accept any value."""
+def _accepted(home: str, fields: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Parameter]:
+    """Return the arguments of a home's Trainer; ``arguments``, and objects in ``fields``, accept any value."""
     objects = {name for name, value in fields.items() if name == "callbacks" or any(targets(value, name))}
+    objects |= arguments.keys()
     return {
         name: Parameter(Any, parameter.default) if name in objects else parameter
         for name, parameter in parameters(f"{home}.trainer.trainer:Trainer").items()

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 import lightning_solo as solo
 from lightning_solo.build import HOMES
+from lightning_solo.errors import PresetError
 from tests.messages import mentions, nearest
 from tests.modules import PRESETS_OF_DOCUMENTS, classification, composed, documents, loader, regression
 
@@ -55,6 +56,42 @@ def test_only_what_the_preset_needs_and_one_device() -> None:
         "precision": "bf16-mixed",
     }
     assert [type(callback).__name__ for callback in kwargs["callbacks"]] == ["PresetGuard"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "arguments", "call"),
+    [
+        ("bf16", {"precision": "32"}, "trainer_kwargs('bf16', overrides=['precision=32'])"),
+        ("bf16", {"accumulate_grad_batches": 4}, "trainer_kwargs('bf16', overrides=['accumulate_grad_batches=4'])"),
+        ("compact", {"max_epochs": 3}, "solo.trainer({}, 'compact', max_epochs=3)"),
+        (
+            ["checkpointing", "prefetch"],
+            {"logger": False},
+            "solo.trainer({}, ['checkpointing', 'prefetch'], logger=False)",
+        ),
+    ],
+)
+def test_argument_of_the_trainer_is_refused_with_the_call_that_takes_it(
+    preset: Any, arguments: dict[str, Any], call: str
+) -> None:
+    with pytest.raises(PresetError, match=mentions(f"write {call}")):
+        solo.trainer_kwargs(preset, **arguments)
+    assert eval(call, {"solo": solo, "trainer_kwargs": solo.trainer_kwargs})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"precision": "32"}, ("precision=32", "write precision=bf16-true", "callback.compact_states.master_bits=32")),
+        ({"override": ["precision=32"]}, ("override=['precision=32']", nearest("overrides"))),
+        ({"max_epoch": 3}, ("max_epoch=3", nearest("max_epochs"))),
+        ({"devices": 2}, ("devices=2", "devices=1")),
+        ({"strategy": "zero_offload"}, ("'+strategy=zero_offload'", "~callback.compact_states")),
+    ],
+)
+def test_argument_that_compact_refuses_is_told_the_reason(arguments: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(PresetError, match=mentions(*words)):
+        solo.trainer_kwargs("compact", **arguments)
 
 
 def test_callbacks_in_the_order_listed_then_the_users() -> None:
@@ -193,17 +230,3 @@ def test_misspelt_name_of_the_package_has_the_nearest() -> None:
     for given, right in [("CompactSates", "CompactStates"), ("trainer_kwarg", "trainer_kwargs"), ("plans", "plan")]:
         with pytest.raises(AttributeError, match=nearest(right)):
             getattr(solo, given)
-
-
-@pytest.mark.parametrize(
-    ("argument", "words"),
-    [
-        ({"precision": "32-true"}, ["precision='32-true'", "solo.trainer({'precision': '32-true'}, 'bf16')"]),
-        ({"override": ["precision=32-true"]}, ["override=", "did you mean 'overrides'?"]),
-    ],
-)
-def test_argument_that_trainer_kwargs_does_not_have_is_refused_with_what_to_write(
-    argument: dict[str, Any], words: list[str]
-) -> None:
-    with pytest.raises(TypeError, match=mentions(*words)):
-        solo.trainer_kwargs("bf16", **argument)

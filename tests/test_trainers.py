@@ -137,6 +137,11 @@ def test_unknown_trainer_argument_is_refused(config: dict[str, Any], words: tupl
         solo.trainer({**QUIET, **config}, "bf16")
 
 
+def test_unknown_keyword_is_refused_like_one_of_the_configuration() -> None:
+    with pytest.raises(PresetError, match=mentions("max_epoch", nearest("max_epochs"))):
+        solo.trainer({}, "bf16", max_epoch=3)
+
+
 def test_argument_that_is_given_twice_is_refused() -> None:
     with pytest.raises(PresetError, match=mentions("max_epochs", "drop one")):
         solo.trainer(QUIET, "bf16", max_epochs=2)

@@ -77,13 +77,18 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
 
 def composes(preset: Preset, overrides: Sequence[str], allow: Sequence[str]) -> bool:
     """Return whether a preset accepts overrides."""
+    return refusal_of(preset, overrides, allow) is None
+
+
+def refusal_of(preset: Preset, overrides: Sequence[str], allow: Sequence[str]) -> SoloError | None:
+    """Return the error if a preset doesn't accept overrides, else None."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parse_configuration(compose_yaml(preset, overrides), allow)
-    except SoloError:
-        return False
-    return True
+    except SoloError as error:
+        return error
+    return None
 
 
 def name_of(preset: Preset) -> str:

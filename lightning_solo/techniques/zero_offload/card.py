@@ -102,8 +102,7 @@ CARD = Card(
         Requirement(
             "cuda",
             "strategy=zero_offload needs a CUDA device: it moves optimizer states from it to the host; without one use"
-            " the preset 'checkpointing', or to try the engine out strategy.allow_cpu=true (on a command line"
-            " solo.strategy.allow_cpu=true)",
+            " the preset 'checkpointing', or to try the engine out strategy.allow_cpu=true",
             when=lambda settings: not settings.allow_cpu,
         ),
     ),
