@@ -15,10 +15,12 @@ from hydra import __version__ as hydra_version
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.conf import HydraConf
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
 from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
@@ -29,6 +31,7 @@ from lightning_solo.presets.files import (
     check_file,
     conf_folder,
     leaves,
+    names_in,
     preset_files,
     unknown_choice,
     user_conf_folder,
@@ -64,6 +67,8 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
     """
     composed = compose_yaml(preset, overrides)
     try:
+        if isinstance(preset, Mapping) and HydraConfig.initialized():
+            _check_list_of_application(composed, [override.key_or_group for override in parse_overrides(overrides)])
         return replace(parse_configuration(composed, allow), preset=name_of(preset))
     except SoloError as error:
         if isinstance(preset, Mapping) and not overrides and HydraConfig.initialized():  # `cfg.solo` of an application
@@ -98,7 +103,8 @@ def name_of(preset: Preset) -> str:
     ('compact', '[compact,checkpointing]', '')
     """
     if isinstance(preset, Mapping):
-        return chosen_in(HydraConfig.get()) if HydraConfig.initialized() else ""
+        names = chosen_names(HydraConfig.get()) if HydraConfig.initialized() else []
+        return names[0] if len(names) == 1 else f"[{','.join(names)}]" if names else ""
     return preset if isinstance(preset, str) else f"[{','.join(preset)}]"
 
 
@@ -109,6 +115,43 @@ def chosen_in(hydra: Any) -> str:
     """
     written = [text.partition("=")[2] for text in hydra.overrides.task if text.lstrip("+").startswith("solo=")]
     return str(hydra.runtime.choices.get("solo") or (written or [""])[-1])
+
+
+def chosen_names(hydra: Any) -> list[str]:
+    """Return the presets that the running application chose, from its section `hydra`.
+
+    Hydra doesn't record a list of presets. It is in the defaults list, which is computed again.
+    """
+    if choice := hydra.runtime.choices.get("solo"):
+        return [str(choice)]
+    if not GlobalHydra.instance().is_initialized():  # as in a job of some launchers
+        chosen = names_in(chosen_in(hydra))
+        return chosen if isinstance(chosen, list) else [chosen] if chosen else []
+    overrides = [*hydra.overrides.hydra, *hydra.overrides.task]
+    loader = GlobalHydra.instance().config_loader()
+    chosen = loader.compute_defaults_list(hydra.job.config_name, overrides, RunMode.RUN).defaults
+    presets = [(str(each.config_path), str(each.parent)) for each in chosen if each.package == "solo"]
+    return [path.removeprefix("solo/") for path, parent in presets if not parent.startswith("solo/")]
+
+
+def _check_list_of_application(composed: Mapping[str, Any], overridden: Sequence[str]) -> None:
+    """Check the presets that the running application chose, as `check_combination`, but for fields that it sets itself.
+
+    Presets of the application's own folder are not compared.
+    """
+    hydra = HydraConfig.get()
+    names = [name for name in chosen_names(hydra) if name in preset_files()]
+    if len(names) < 2:
+        return
+    result, written = dict(leaves(composed, of_lists=False)), [written_fields(name) for name in names]
+    options = {option for each in written for option in each}
+    set_later = [option for option in options if result.get(option) not in [each.get(option) for each in written]]
+    typed = [text.lstrip("+~").partition("=")[0].removeprefix("solo.") for text in hydra.overrides.task]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_combination(names, [*set_later, *typed, *overridden])
+    for warning in caught:
+        warnings.warn(on_command_line(str(warning.message)), stacklevel=_callers_stacklevel())
 
 
 def compose_all(overrides: Sequence[str] = (), *, allow: Sequence[str] = ()) -> dict[str, Configuration]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -139,6 +142,41 @@ def test_the_warning_of_a_combination_names_the_callers_line() -> None:
         with pytest.warns(UserWarning, match="replaces") as caught:
             call(["checkpointing", "compact"])
         assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_list_of_presets_in_a_hydra_application_is_checked_as_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "solo").mkdir()
+    (tmp_path / "solo" / "mine.yaml").write_text("callback: {throughput: {every_n_steps: 3}}")
+    (tmp_path / "listed.yaml").write_text("defaults:\n- solo: [checkpointing, compact, mine]\n- _self_\n")
+    (tmp_path / "settled.yaml").write_text("defaults: [listed, _self_]\nsolo: {precision: 32-true}\n")
+    settled = "{precision: 32-true, callback: {compact_states: {master_bits: 32}}}"
+    (tmp_path / "settled.yaml").write_text(f"defaults: [listed, _self_]\nsolo: {settled}\n")
+    (tmp_path / "single.yaml").write_text("defaults:\n- solo: compact\n")
+
+    def said(name: str, *overrides: str, added: Sequence[str] = ()) -> tuple[str, list[str]]:
+        with initialize_config_dir(str(tmp_path), **VERSION_BASE):
+            cfg = hydra_compose(name, overrides=list(overrides), return_hydra_config=True)
+            monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                return compose(cfg.solo, added).preset, [str(warning.message) for warning in caught]
+
+    preset, (warning,) = said("listed")
+    assert preset == "[checkpointing,compact,mine]"
+    assert lines_with(
+        warning, "precision='bf16-true' of preset compact", "checkpointing", "override solo.precision=..."
+    )
+    preset, (warning,) = said("single", "solo=[compact,checkpointing]")
+    assert preset == "[compact,checkpointing]"
+    assert lines_with(warning, "precision='bf16-mixed' of preset checkpointing")
+    assert said("single") == ("compact", [])
+    assert said("listed", "solo.precision=bf16-true")[1] == []
+    assert said("listed", added=["precision=bf16-true"])[1] == []
+    assert said("settled")[1] == []  # which no preset has chosen
+    with pytest.raises(ConflictError, match=mentions("bf16 and fp16", "replaces every field")):
+        said("single", "solo=[bf16,fp16]")
 
 
 def test_two_added_callbacks_are_written_as_a_list() -> None:
