@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -913,3 +914,25 @@ def test_gpu_states_on_the_host(make_trainer: Make, budget: Any, arguments: dict
     assert (optimizer.host_bytes > 0) == (budget != "auto")  # all of it fits
     for tensors in optimizer.host_states.values():
         assert all(tensor.is_pinned() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_average_of_weights_in_bf16_is_warned_of(
+    home: ModuleType, make_trainer: Callable[..., Any], moves: bool
+) -> None:
+    module = regression(home)
+    module.average = torch.nn.Linear(4, 4).requires_grad_(False)
+
+    def update(*_: Any) -> None:
+        if moves:
+            with torch.no_grad():
+                module.average.weight.mul_(0.5)
+
+    module.on_train_batch_end = update
+    trainer = make_trainer(home, callbacks=[CompactStates()], precision="bf16-true")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(4))
+    said = [str(each.message) for each in caught if "average.weight" in str(each.message)]
+    assert len(said) == moves
+    assert all("precision=bf16-mixed" in text for text in said)

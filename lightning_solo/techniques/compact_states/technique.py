@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import ConflictError, listed
+from lightning_solo.nn.rollback import Unchanged
 from lightning_solo.optim import back_ends
 from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.checkpoint_masters import bits_of
@@ -28,6 +29,8 @@ from lightning_solo.techniques.compact_states.weights import WeightSplit
 from lightning_solo.units import format_bytes
 
 BF16 = ("bf16-true", "bf16-mixed")
+WATCHED = 5
+"""Batches after which frozen weights are no longer watched."""
 
 
 class CompactStates(Technique, Settings):
@@ -44,6 +47,8 @@ class CompactStates(Technique, Settings):
 
     def _init_state(self) -> None:
         self._weights = WeightSplit()
+        self._watched: Unchanged | None = None
+        self._batches_watched = 0
         self._settles = False  # whether the first step will decide which states stay on the device
 
     # --- weights ---
@@ -106,6 +111,27 @@ class CompactStates(Technique, Settings):
             self._weights.join(ctx.strategy.optimizers)
 
     # --- states ---
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to watch frozen weights in bf16, which an average of other weights would move too little."""
+        super().on_train_start(trainer, pl_module)
+        frozen = {name: p for name, p in pl_module.named_parameters() if not p.requires_grad}
+        self._watched = Unchanged({name: p for name, p in frozen.items() if p.dtype is torch.bfloat16})
+        self._batches_watched = 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Warn once of frozen weights that change during the first batches."""
+        super().on_train_batch_end(trainer, pl_module, *args)
+        if self._watched is None or self._batches_watched == WATCHED:
+            return
+        self._batches_watched += 1
+        if names := self._watched.changed():
+            self._watched = None
+            warnings.warn(
+                f"frozen weights in bf16 change during training ({listed(names)}): a moving average in bf16 loses"
+                " updates below 1/256 of a weight; write precision=bf16-mixed, which keeps frozen weights in fp32",
+                stacklevel=2,
+            )
 
     def optimizers(self, ctx: Run, optimizers: list[Optimizer], schedulers: Sequence[Any]) -> list[Optimizer]:
         """Convert the optimizers, after Lightning's set-up, which moves all states to the device.
