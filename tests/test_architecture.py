@@ -25,6 +25,7 @@ LEVELS = {
     "machine": 0,
     "out_of_memory": 0.1,
     "processes": 0.1,
+    "random_states": 0.1,
     "signals": 0,
     "tables": 0.1,
     "units": 0,

@@ -12,19 +12,21 @@ class Phase(IntEnum):
     """Loads the items of the data set otherwise; later phases see those."""
     BATCHES = 0
     """Regroups items into batches; later phases see those."""
-    DATA = 1
+    POSITION = 1
+    """Saves the loader's position; what comes later copies such a loader."""
+    DATA = 2
     """Changes the loader or its batches."""
-    ADAPT = 2
+    ADAPT = 3
     """Adds or freezes parameters, as adapters do."""
-    REWRITE = 3
+    REWRITE = 4
     """Replaces modules, or the precision in which weights are stored."""
-    SAVED_TENSORS = 4
+    SAVED_TENSORS = 5
     """Changes the tensors that are kept for backward."""
-    COMPILE = 5
+    COMPILE = 6
     """Compiles the result of the earlier phases."""
-    STATES = 6
+    STATES = 7
     """Replaces optimizers, or moves their states."""
-    STEP = 7
+    STEP = 8
     """Changes when gradients are summed, used and freed."""
-    OBSERVE = 8
+    OBSERVE = 9
     """Only observes."""

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from lightning_solo.data.epoch_batches import EpochBatches
+from lightning_solo.data.item_states import ItemStates
 from lightning_solo.errors import CheckpointError, ConflictError
 
 
@@ -98,6 +99,8 @@ class Resumable(DataLoader[Any]):
     _handed_out = (-1, 0)  # epoch of the last returned batch, and the batches returned in it
     _done = "batches_done"  # key of that number in a state
     _refused: dict[str, Any] | None = None  # a state that couldn't be loaded
+    items: ItemStates | None = None
+    """The random states of items and workers, if they are saved."""
 
     @property
     def _batches(self) -> Any:
@@ -108,15 +111,13 @@ class Resumable(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Return the remaining batches of the current epoch."""
-        batches, self._refused = self._batches, None
-        epoch, done = batches.epoch, batches.start
-        iterator = super().__iter__()
-        batches.start = 0
-        for batch in iterator:
-            done += 1
-            self._handed_out = epoch, done
-            yield batch
-        batches.epoch = epoch + 1
+        self._refused = None
+        return _Remaining(self, self._start(self._batches.start))
+
+    def _start(self, done: int) -> Iterator[Any]:
+        """Return an iterator of the batches after the first ``done`` ones of the epoch."""
+        iterate = super().__iter__
+        return iterate() if self.items is None else self.items.start(iterate, done)
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -145,7 +146,8 @@ class Resumable(DataLoader[Any]):
         if self._refused is not None:
             return self._refused
         epoch, done = self._place
-        return {"epoch": epoch, self._done: done, **self._order()}
+        items = {} if self.items is None else {"items": [self.items.saved(1), self.items.saved()]}
+        return {"epoch": epoch, self._done: done, **self._order(), **items}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a saved position. At the start of an epoch, the saved run may have had other batches.
@@ -154,7 +156,8 @@ class Resumable(DataLoader[Any]):
             CheckpointError: the state is of other batches, or has other keys.
         """
         self._refused = state_dict  # until it is accepted
-        order = self._order()
+        state_dict, order = {**state_dict}, self._order()
+        items = state_dict.pop("items", None)
         if set(state_dict) != (expected := {"epoch", self._done, *order}):
             raise CheckpointError(
                 f"the loader's state in the checkpoint has {sorted(state_dict)}, where {sorted(expected)} are expected:"
@@ -174,6 +177,35 @@ class Resumable(DataLoader[Any]):
             )
         # an older `TokenLoader` saved the end of an epoch, not the start of the next one
         self._go_to(*((epoch + 1, 0) if done == len(self) else (epoch, done)))
+        if self.items is not None and items is not None:
+            self.items.load(items[-1], within=done > 0)
+
+
+class _Remaining(Iterator[Any]):
+    """The remaining batches of an epoch of a `Resumable`."""
+
+    def __init__(self, loader: Resumable, iterator: Iterator[Any]) -> None:
+        self._loader = loader
+        self._iterator = iterator
+        self._epoch, self._done = loader._batches.epoch, loader._batches.start
+        self._begun = False
+
+    def __next__(self) -> Any:
+        loader, items = self._loader, self._loader.items
+        if not self._begun:
+            self._begun, loader._batches.start = True, 0
+        if items is not None:
+            items.before_batch()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            loader._batches.epoch = self._epoch + 1
+            raise
+        if items is not None:
+            batch = items.after_batch(batch, order_draws=False)
+        self._done += 1
+        loader._handed_out = self._epoch, self._done
+        return batch
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,28 @@ class WindowGradients:
             p.grad = None
         for p, grad in self._before:
             p.grad = torch.zeros_like(p) if grad is None else grad.clone()
+
+
+def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor | None]:
+    """Return the gradients of all parameters of optimizers, in order."""
+    return [p.grad for optimizer in optimizers for p in parameters_of(optimizer)]
+
+
+def set_gradients(optimizers: Iterable[Optimizer], gradients: Sequence[Tensor | None]) -> None:
+    """Set copies of gradients that `gradients_of` returned; parameters without one keep theirs.
+
+    Raises:
+        CheckpointError: the gradients belong to other parameters.
+    """
+    parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+    shapes = [(p.shape, p.shape if g is None else g.shape) for p, g in zip(parameters, gradients, strict=False)]
+    if len(parameters) != len(gradients) or any(wanted != saved for wanted, saved in shapes):
+        raise CheckpointError(
+            "the checkpoint has gradients of other parameters; resume the saved module with its optimizers"
+        )
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient.to(parameter, copy=True)
 
 
 def saved_window(optimizer: Optimizer, state_dict: Mapping[str, Any], *, continues: bool) -> dict[Tensor, Tensor]:

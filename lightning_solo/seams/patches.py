@@ -7,6 +7,7 @@ each one a test in `tests/seams/test_patches.py`, for both homes, fails if its t
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,7 +21,7 @@ from torch import nn
 
 from lightning_solo.attributes import replaced
 from lightning_solo.data.epoch_batches import EpochBatches
-from lightning_solo.seams.homes import part
+from lightning_solo.seams.homes import fabric_part, part
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes a method of Lightning, and returns its replacement."""
@@ -556,3 +557,277 @@ def with_hooks(precision: Any, module: Any, optimizer: Any, closure: Callable[[]
 def without_hooks(precision: Any) -> Any:
     """Step with a closure that already runs these hooks."""
     return replaced(precision, "_wrap_closure", lambda module, optimizer, closure: closure())
+
+
+# --- the exact place of a fit, for resuming ---
+
+
+@contextmanager
+def places(trainer: Any, at: Callable[[str], None], resumed: Callable[[], str | None]) -> Iterator[None]:
+    """Call ``at(place)`` where a fit comes to another place, and continue a resumed fit exactly at its place.
+
+    Lightning's own restart skips validation and hooks that were due, repeats those of an epoch's end, and trains on a
+    batch of a next epoch (its issues 19764 and 20550).
+
+    Args:
+        trainer: that fits.
+        at: gets ``"epoch_start"``, ``"batch"``, ``"batch_done"`` (before its validation), ``"validation"``,
+            ``"between"`` (batches), ``"epoch_end"`` (hooks) or ``"epoch_done"``.
+        resumed: returns the `place_of` the checkpoint; None for a fit from the start.
+    """
+    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    validation = epoch.val_loop
+    runs = {"fit": fit.run, "reset": fit.reset, "start": fit.on_advance_start, "advance": fit.advance}
+    ends = {"epoch": fit.on_advance_end, "batch": epoch.on_advance_end}
+    advance, validate = epoch.advance, validation.run
+    place: str | None = None
+
+    def run() -> None:
+        nonlocal place
+        place = resumed()
+        if place is not None:
+            _settle(trainer, place)
+        runs["fit"]()
+
+    def reset() -> None:
+        if place in BETWEEN_EPOCHS:  # as a fit that goes on by itself
+            fit.restarting = False
+            for loop in (fit, epoch, validation):
+                loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+        runs["reset"]()
+
+    def on_epoch_start() -> None:
+        nonlocal place
+        at("epoch_start" if place is None or place in BETWEEN_EPOCHS else place)
+        if place in BETWEEN_EPOCHS:
+            place = None
+        runs["start"]()
+
+    def advance_epoch() -> None:
+        if place != "epoch_end":
+            runs["advance"]()
+
+    def on_epoch_end() -> None:
+        nonlocal place
+        ended, place = place, None
+        at("epoch_end")
+        if ended == "epoch_end":
+            _end_epoch(trainer, ends["epoch"])
+        else:
+            ends["epoch"]()
+        at("epoch_done")
+
+    def advance_batch(data_fetcher: Any) -> None:
+        nonlocal place
+        before, place = place, None
+        if before is not None:
+            fit._restarting = False  # else plateau schedulers don't step at this epoch's end
+            validation.restarting = False
+            if before in ("batch_end", "batch_done", "validated"):
+                at(before)
+                if before == "batch_end":
+                    _end_batch(trainer)
+                epoch._skip_next_val = before == "validated"
+                return
+            epoch._restarting = False
+        at("batch")
+        advance(data_fetcher)
+
+    def on_batch_end(data_fetcher: Any) -> None:
+        at("validated" if epoch._skip_next_val else "batch_done")
+        ends["batch"](data_fetcher)
+        at("between")
+
+    def run_validation() -> Any:
+        if not trainer.sanity_checking:
+            at("validation")
+        result = validate()
+        if not trainer.sanity_checking:
+            at("validated")
+        return result
+
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (fit, "run", run),
+            (fit, "reset", reset),
+            (fit, "on_advance_start", on_epoch_start),
+            (fit, "advance", advance_epoch),
+            (fit, "on_advance_end", on_epoch_end),
+            (epoch, "advance", advance_batch),
+            (epoch, "on_advance_end", on_batch_end),
+            (validation, "run", run_validation),
+        ):
+            stack.enter_context(replaced(owner, name, function))
+        yield
+
+
+BETWEEN_EPOCHS = ("before", "epoch_start", "epoch_done")
+
+
+def place_of(trainer: Any, latest: str, ready: int) -> str:
+    """Return the place at which a run that loads a checkpoint of now continues.
+
+    Args:
+        trainer: that fits.
+        latest: the last place of `places`; ``"before"`` before the first.
+        ready: batches of the epoch that had been fetched there.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    batches = progress.current
+    if latest == "batch":
+        if batches.ready == ready or batches.processed < batches.ready:
+            return "batch"
+        return "batch_end" if batches.completed < batches.processed else "batch_done"
+    if latest == "validation":
+        return "batch_done"
+    is_cut = batches.ready < trainer.num_training_batches and not progress.is_last_batch
+    if latest in ("epoch_end", "epoch_done") and is_cut:  # by max_steps, for example
+        return "between"
+    return latest
+
+
+def batches_fetched(trainer: Any) -> int:
+    """Return the number of the epoch's batches that Lightning has begun to train on."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def batches_done(trainer: Any) -> int:
+    """Return the number of the epoch's batches that were trained on."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+
+
+def fetched_ahead(trainer: Any) -> int:
+    """Return the number of batches that were fetched, but not trained on."""
+    loop = trainer.fit_loop
+    progress = loop.epoch_loop.batch_progress.current
+    return 0 if loop._data_fetcher is None else max(0, int(loop._data_fetcher.fetched - progress.processed))
+
+
+def _settle(trainer: Any, place: str) -> None:
+    """Set the loops' counts to a place."""
+    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    batches, epochs = epoch.batch_progress, fit.epoch_progress
+    optimization = epoch.automatic_optimization.optim_progress.optimizer
+    for progress in (batches, optimization.step, optimization.zero_grad, epoch.scheduler_progress):
+        for count in (progress.total, progress.current):
+            if hasattr(count, "processed"):
+                count.completed = count.processed
+            for name in ("ready", "started", "processed"):
+                if hasattr(count, name):
+                    setattr(count, name, count.completed)
+    for count in (epochs.total, epochs.current):
+        if place in BETWEEN_EPOCHS:
+            count.ready = count.started = count.processed = count.completed
+        elif place == "epoch_end":
+            count.ready = count.started = count.processed
+            count.completed = count.processed - 1
+        else:
+            count.started = count.ready
+            count.processed = count.completed = count.ready - 1
+    if place in BETWEEN_EPOCHS:
+        batches.current.reset()
+    if place in (*BETWEEN_EPOCHS, "batch", "between"):
+        batches.is_last_batch = False
+    if place == "epoch_end":
+        epoch.restarting = False
+
+
+def _end_batch(trainer: Any) -> None:
+    """Do what Lightning does after the hooks of a batch's end."""
+    connector = trainer._logger_connector
+    connector.on_batch_end()
+    connector.update_train_step_metrics()
+
+
+def _end_epoch(trainer: Any, stock: Callable[[], None]) -> None:
+    """Do what Lightning does after the hooks of an epoch's end."""
+    fit, module = trainer.fit_loop, trainer.lightning_module
+    for count in (fit.epoch_progress.total, fit.epoch_progress.current):
+        count.processed -= 1
+    fit._restarting = False
+    with replaced(module, "on_train_epoch_end", lambda: None), replaced(trainer, "callbacks", []):
+        stock()
+
+
+def logged_values(trainer: Any) -> dict[str, Any]:
+    """Return what Lightning has of `self.log` in this epoch, and the metrics that callbacks see, as plain data."""
+    connector = trainer._logger_connector
+    results = []
+    for key, metric in trainer.fit_loop.epoch_loop._results.items():
+        meta = {name: value for name, value in vars(metric.meta).items() if name not in ("reduce_fx", "_sync")}
+        meta["reduce_fx"] = metric.meta.reduce_fx.__name__
+        result = {"key": key, "meta": meta, "has_reset": metric.has_reset, "cache": metric._forward_cache}
+        result |= {"sync": metric.meta.sync.should, "rank_zero_only": metric.meta.sync.rank_zero_only}
+        result |= {"updates": metric._update_count}
+        if metric.is_tensor:
+            result["values"] = {name: getattr(metric, name).clone() for name in metric._defaults}
+        results.append(result)
+    shown = {name: dict(getattr(connector, f"_{name}_metrics")) for name in ("callback", "logged", "progress_bar")}
+    return {"results": results, "first": connector._first_loop_iter, "fx": connector._current_fx, **shown}
+
+
+def values_logged(trainer: Any, home: str, state: Mapping[str, Any], place: str) -> None:
+    """Restore what `logged_values` returned, for a run that continues at a place."""
+    connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
+    classes = part(home, "trainer.connectors.logger_connector.result")
+    for saved in state["results"]:
+        meta = classes._Metadata(**saved["meta"])
+        reduce: Any = trainer.strategy.reduce
+        meta.sync = classes._Sync(fn=reduce, _should=saved["sync"], rank_zero_only=saved["rank_zero_only"])
+        metric = classes._ResultMetric(meta, "values" in saved)
+        for name, value in saved.get("values", {}).items():
+            setattr(metric, name, value)
+        if "values" not in saved:
+            metric.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
+        metric.to(trainer.strategy.root_device)
+        metric.has_reset, metric._update_count = saved["has_reset"], saved["updates"]
+        metric._forward_cache = saved["cache"]
+        results[saved["key"]] = metric
+    for name in ("callback", "logged", "progress_bar"):
+        setattr(connector, f"_{name}_metrics", dict(state[name]))
+    within = place not in (*BETWEEN_EPOCHS, "epoch_end")
+    # None, as during a validation: the next batch would begin the sums anew
+    connector._first_loop_iter = False if within and state["first"] is None else state["first"]
+    connector._current_fx = state["fx"]
+
+
+def batches_used(trainer: Any, loader: Any) -> float:
+    """Return how many batches of each epoch are used at most, by the Trainer's limit."""
+    limit = trainer.limit_train_batches
+    if isinstance(limit, int):
+        return limit
+    try:
+        return int(len(loader) * limit)
+    except TypeError:
+        return math.inf
+
+
+def loader_states(checkpoint: Mapping[str, Any]) -> list[Any] | None:
+    """Return the list of the loaders' states in a checkpoint; None if there is none."""
+    states: list[Any] | None = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader")
+    return states
+
+
+def set_loader_states(checkpoint: Mapping[str, Any], states: list[Any]) -> None:
+    """Replace the list of the loaders' states in a checkpoint."""
+    loop = checkpoint["loops"]["fit_loop"]["state_dict"]
+    loop.pop("combined_loader", None)
+    if states:
+        loop["combined_loader"] = states
+
+
+def sampler_numbered(trainer: Any, loader: Any, home: str) -> None:
+    """Call ``set_epoch`` of a loader's samplers with the number of the resumed epoch, as Lightning does later."""
+    processed = trainer.fit_loop.epoch_progress.current.processed
+    fabric_part(home, "utilities.data")._set_sampler_epoch(loader, processed)
+
+
+def after_train_start(strategy: Any, then: Callable[[], None]) -> Any:
+    """Call ``then()`` after all hooks of `on_train_start`."""
+    stock = strategy.on_train_start
+
+    def on_train_start() -> None:
+        stock()
+        then()
+
+    return replaced(strategy, "on_train_start", on_train_start)

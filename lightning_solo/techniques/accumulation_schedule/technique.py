@@ -19,7 +19,8 @@ from lightning_solo.data.loss_weights import weight_of
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.optim.noise_scale import NoiseScale, squared_norm
 from lightning_solo.optim.param_groups import parameters_of
-from lightning_solo.optim.window_gradients import warn_of_dropped_window
+from lightning_solo.optim.window_gradients import gradients_of as window_gradients
+from lightning_solo.optim.window_gradients import set_gradients, warn_of_dropped_window
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -230,7 +231,7 @@ class AccumulationSchedule(Technique, Settings):
                 "samples": self._samples,
                 "first": self._first,
                 "scale": _scale(self._ctx.trainer),
-                "gradients": [p.grad for p in _parameters(self._ctx.trainer)],
+                "gradients": window_gradients(self._ctx.trainer.optimizers),
             }
         return state
 
@@ -264,21 +265,12 @@ class AccumulationSchedule(Technique, Settings):
         self._resumed = state_dict.get("window")
 
     def _restore_window(self, trainer: Any, state: dict[str, Any]) -> None:
-        parameters, gradients = list(_parameters(trainer)), state["gradients"]
-        window, scale = self._ctx.window, _scale(trainer)
+        gradients, window, scale = state["gradients"], self._ctx.window, _scale(trainer)
         released = all(gradient is None for gradient in gradients)  # then the optimizer's states include them
         if not window.gradients_saved or released == window.gradients_stay or state.get("scale", scale) != scale:
             warn_of_dropped_window()
             return
-        shapes = [(p.shape, p.shape if g is None else g.shape) for p, g in zip(parameters, gradients, strict=False)]
-        if len(parameters) != len(gradients) or any(wanted != saved for wanted, saved in shapes):
-            raise CheckpointError(
-                f"{OPTION}: the checkpoint has gradients of other parameters; resume the saved module with its"
-                " optimizers"
-            )
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient.to(parameter, copy=True)
+        set_gradients(trainer.optimizers, gradients)
         window.held = state["held"]
         self._reference, self._samples = state["reference"], state["samples"]
         self._first = None if state["first"] is None else tuple(state["first"])
@@ -304,10 +296,6 @@ class AccumulationSchedule(Technique, Settings):
     def _set_factor(self, trainer: Trainer, factor: int) -> None:
         trainer.accumulate_grad_batches = factor
         patches.log_metrics(trainer, {"accumulation/factor": factor})
-
-
-def _parameters(trainer: Any) -> Iterator[Tensor]:
-    return (p for optimizer in trainer.optimizers for p in parameters_of(optimizer))
 
 
 def _scale(trainer: Any) -> float:

@@ -1,0 +1,270 @@
+"""Copies of any loader that resume within an epoch: its order is drawn again, and compared with the saved run's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_solo.data.item_states import ItemStates
+from lightning_solo.data.loaders import Resumable
+from lightning_solo.data.replay import Replay, StatefulOrder, draws_at_once
+from lightning_solo.data.worker_states import KEPT
+from lightning_solo.errors import CheckpointError, ConflictError
+
+REPLAYED = "replayed"
+"""A key of a state of `Replayed`, and of no other loader's."""
+
+
+def is_stateful(thing: Any) -> bool:
+    """Return whether an object saves its position itself, by ``state_dict`` and ``load_state_dict``."""
+    return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class _Order:
+    """Takes a sampler's place, and keeps the position in it."""
+
+    def __init__(self, loader: Replayed, sampler: Any) -> None:
+        self.loader = loader
+        self.sampler = sampler
+        self.resumed: Mapping[str, Any] | None = None  # the position at which the next iterator begins
+        self.latest: Replay | StatefulOrder | None = None
+        inner = getattr(sampler, "sampler", sampler)
+        self.name = type(inner).__name__
+        self.stateful = next((part for part in (sampler, inner) if is_stateful(part)), None)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        loader, resumed = self.loader, self.resumed
+        done = 0 if resumed is None else resumed["done"]
+        if self.stateful is not None:
+            if resumed is not None:
+                self.stateful.load_state_dict(copy.deepcopy(resumed["order"]["sampler"]))
+            ahead = loader.num_workers * (loader.prefetch_factor or 0)
+            self.latest = StatefulOrder(iter(self.sampler), self.stateful, done, ahead + KEPT)
+        else:
+            assert loader.items is not None
+            make, record = functools.partial(iter, self.sampler), None if resumed is None else resumed["order"]
+            once = draws_at_once(self.sampler)
+            self.latest = Replay(make, loader.items.random, self.name, record, done, once=once)
+        return self.latest
+
+
+@dataclass
+class _Position:
+    """A position in an epoch.
+
+    Attributes:
+        done: batches that were returned.
+        ended: whether these are all of the epoch's batches.
+        order: the iterator with the order; None before the first epoch.
+        before: records of the positions before the latest batches.
+    """
+
+    done: int = 0
+    ended: bool = False
+    order: Any = None
+    before: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT - 1))
+
+
+class Replayed(Resumable):
+    """A loader that resumes within an epoch, whatever its sampler.
+
+    Its batches, their order and the random numbers that it draws are those of the loader of which it is a copy. A
+    resumed run draws the epoch's order again, from the random states of that time, and skips the batches that the saved
+    run trained on; their items aren't loaded. Where there is no order to be drawn, as for an iterable data set, batches
+    are loaded and dropped, if ``fast_forward`` allows it.
+
+    Its state has the last two positions, the newest last.
+    """
+
+    _fast_forward = False
+    _batches_used: float = float("inf")
+    _at: _Position
+    _order_of_items: _Order
+    _to_resume: Mapping[str, Any] | None = None
+
+    def prepare(self, fast_forward: bool, batches_used: float) -> None:
+        """Begin at the start of an epoch.
+
+        Args:
+            fast_forward: whether batches may be loaded and dropped.
+            batches_used: batches of an epoch that are used.
+        """
+        sampler = super()._index_sampler  # type: ignore[misc]
+        vars(self).update(
+            _fast_forward=fast_forward, _batches_used=batches_used, _at=_Position(), _to_resume=None,
+            items=ItemStates(self), _order_of_items=_Order(self, sampler),
+        )  # fmt: skip
+
+    @property
+    def _has_order(self) -> bool:
+        """Whether the loader asks a sampler for each batch, and does nothing else."""
+        own: Any = type(self).__bases__[1]
+        return own.__iter__ is DataLoader.__iter__ and not isinstance(self.dataset, IterableDataset)
+
+    @property
+    def _index_sampler(self) -> Any:
+        return self._order_of_items if self._has_order else super()._index_sampler  # type: ignore[misc]
+
+    @property
+    def _saves_itself(self) -> bool:
+        """Whether the data set saves its position."""
+        return not self.num_workers and is_stateful(self.dataset)
+
+    def __len__(self) -> int:
+        return super(Resumable, self).__len__()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Return the remaining batches of the epoch; the first one raises what prevents a position to be reached.
+
+        Lightning would hide an error of this method by one of its own.
+        """
+        try:
+            return self._remaining()
+        except CheckpointError as error:
+            return _raising(error)
+
+    def _remaining(self) -> Iterator[Any]:
+        resumed, self._to_resume = self._to_resume, None
+        assert self.items is not None
+        if resumed is not None and resumed["ended"]:
+            self._at = _Position(resumed["done"], ended=True)
+            return _Remaining(self, self._at, self.items.at_end())
+        done = 0 if resumed is None else resumed["done"]
+        self._at = position = _Position(done)
+        record = None if resumed is None else resumed["order"]
+        if self._has_order:
+            order = self._order_of_items
+            order.resumed = resumed
+            iterator = self._start(done)
+            order.resumed, position.order = None, order.latest
+        elif self._saves_itself:
+            if record is not None:
+                self.dataset.load_state_dict(copy.deepcopy(record["sampler"]))  # type: ignore[attr-defined]
+            iterate = super(Resumable, self).__iter__
+            iterator = self.items.start(lambda: StatefulOrder(iterate(), self.dataset, done, KEPT), done)
+            position.order = iterator
+        else:
+            iterate = super(Resumable, self).__iter__
+            name = type(self.dataset).__name__
+            position.order = iterator = Replay(iterate, self.items.random, name, record, done, digests=False)
+        return _Remaining(self, position, iterator)
+
+    def _record(self, back: int = 0) -> dict[str, Any]:
+        at = self._at
+        assert self.items is not None
+        order = {} if at.order is None else at.order.state(at.done)
+        return {"done": at.done, "ended": at.ended, "order": order, "items": self.items.saved(back)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions before and after the latest batch."""
+        at = self._at
+        if self._to_resume is not None:  # not iterated since
+            return {REPLAYED: [self._to_resume]}
+        done = at.done == self._batches_used or (self._is_sized and at.done == len(self))
+        record = self._record()
+        record["ended"] = at.ended or done
+        before = [{**record, **at.before[-1], "ended": False, "items": self.items.saved(1)}] if at.before else []
+        return {REPLAYED: [*before, record]}
+
+    @property
+    def _is_sized(self) -> bool:
+        try:
+            return len(self) >= 0
+        except TypeError:
+            return False
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the newest position of a state.
+
+        Raises:
+            CheckpointError: the position can't be reached.
+        """
+        if set(state_dict) != {REPLAYED}:
+            raise CheckpointError(
+                f"the loader's state in the checkpoint has {sorted(state_dict)}, which is of another kind of loader:"
+                " resume with the same loader and techniques, or load the weights alone"
+            )
+        record = state_dict[REPLAYED][-1]
+        within = not record["ended"] and bool(record["order"])
+        if within and record["done"] and not (self._has_order or self._saves_itself or self._fast_forward):
+            what = type(self.dataset) if isinstance(self.dataset, IterableDataset) else type(self).__bases__[1]
+            raise CheckpointError(
+                f"the position in {what.__name__}, which determines the order itself, isn't known: write"
+                f" fast_forward=True (callback.exact_resume.fast_forward=true) to load and drop its first"
+                f" {record['done']} batches, or give it state_dict and load_state_dict"
+            )
+        assert self.items is not None
+        self.items.load(record["items"], within=within)
+        self._to_resume = record if within or record["ended"] else None
+
+
+class _Remaining(Iterator[Any]):
+    """The remaining batches of an epoch of a `Replayed` loader."""
+
+    def __init__(self, loader: Replayed, position: _Position, iterator: Iterator[Any]) -> None:
+        self._loader = loader
+        self._position = position
+        self._iterator = iterator
+
+    def __next__(self) -> Any:
+        position, items = self._position, self._loader.items
+        assert items is not None
+        if position.order is not None:
+            position.before.append({"done": position.done, "order": position.order.state(position.done)})
+        items.before_batch()
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            position.ended = True
+            raise
+        if isinstance(self._iterator, Replay):  # a loader that is loaded again from its start
+            position.done += 1
+            return batch
+        batch = items.after_batch(batch, order_draws=not position.done)
+        position.done += 1
+        return batch
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    raise error
+    yield
+
+
+@functools.cache
+def _replayed(cls: Any) -> Any:
+    return type(cls.__name__, (Replayed, cls), {"__module__": cls.__module__})
+
+
+def replayed(loader: DataLoader[Any], *, fast_forward: bool, batches_used: float) -> Any:
+    """Return a copy of a loader that resumes within an epoch; the loader itself isn't changed.
+
+    Args:
+        loader: any DataLoader without ``state_dict``.
+        fast_forward: whether batches may be loaded and dropped to come to a position.
+        batches_used: batches of an epoch that are used, if fewer than the loader has.
+
+    Raises:
+        ConflictError: the loader doesn't return batches in the order of the sampler.
+    """
+    cls: Any = type(loader)
+    if issubclass(cls, Replayed):  # of an earlier fit
+        cls = cls.__bases__[1]
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise ConflictError(
+            f"callback.exact_resume and {cls.__name__}(in_order=False), whose batches come in another order in each run;"
+            " write in_order=True, or ~callback.exact_resume"
+        )
+    changed = copy.copy(loader)
+    changed.__class__ = _replayed(cls)
+    vars(changed)["_iterator"] = None
+    changed.prepare(fast_forward, batches_used)
+    return changed

@@ -1,0 +1,1 @@
+"""The technique `exact_resume`."""

@@ -1,0 +1,252 @@
+"""A run that is resumed from a checkpoint of any place ends with the bits of the undisturbed run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
+
+from lightning_solo.techniques.exact_resume.technique import ExactResume
+
+Make = Callable[..., Any]
+ITEMS, BATCH, EPOCHS = 22, 4, 2
+PER_EPOCH = 6  # 5 batches of 4 and one of 2
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path."),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+]
+
+
+class Items(Dataset[Any]):
+    """Rows of 4 numbers, to which generators add noise."""
+
+    def __init__(self, draws: tuple[str, ...] = ()) -> None:
+        self.x = torch.randn(ITEMS, 4, generator=torch.Generator().manual_seed(1))
+        self.draws = draws
+        self.own = np.random.default_rng(7) if "own" in draws else None
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = 0.0
+        noise += random.random() if "python" in self.draws else 0.0
+        noise += float(np.random.rand()) if "numpy" in self.draws else 0.0
+        noise += float(torch.rand(())) if "torch" in self.draws else 0.0
+        noise += self.own.random() if self.own is not None else 0.0
+        return self.x[index] + noise
+
+
+class Module(L.LightningModule):
+    """Dropout, batch norm, and a log of its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
+        self.losses: list[float] = []
+        self.means: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.net(batch).square().mean()
+        self.losses.append(loss.item())
+        self.log("loss", loss, on_epoch=True, on_step=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.means.append(float(self.trainer.callback_metrics.get("loss_epoch", -1)))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validation/loss", self.net(batch).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Saves(L.Callback):
+    """Saves a checkpoint at each call of some hooks, with the number of losses in its name."""
+
+    def __init__(self, folder: Path, *hooks: str) -> None:
+        self.folder, self.hooks = folder, hooks
+        self.saved: list[tuple[Path, int, int]] = []
+        for hook in hooks:
+            setattr(self, hook, self._saving(hook))
+
+    def _saving(self, hook: str) -> Any:
+        def save(trainer: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            path = self.folder / f"{len(self.saved)}-{hook}-{len(module.losses)}.ckpt"
+            trainer.save_checkpoint(path)
+            self.saved.append((path, len(module.losses), len(module.means)))
+
+        return save
+
+
+def fit(make_trainer: Make, data: Callable[[], Any], *callbacks: Any, path: Any = None, **arguments: Any) -> Any:
+    module = Module()
+    validation = arguments.pop("validation", None)
+    trainer = make_trainer(L, callbacks=[*callbacks], **{"max_epochs": EPOCHS, **arguments})
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    if path is not None:
+        torch.manual_seed(99)  # the generators' states come from the checkpoint
+        random.seed(99)
+        np.random.seed(99)
+    trainer.fit(module, data(), validation() if validation else None, ckpt_path=path, weights_only=path and True)
+    return module, trainer
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    (module, trainer), (rest, resumed) = one, other
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, rest.state_dict()[name]), name
+    states, again = (each.optimizers[0].state_dict() for each in (trainer, resumed))
+    for number, state in states["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, again["state"][number][name]), name
+    assert trainer.global_step == resumed.global_step
+    assert trainer.current_epoch == resumed.current_epoch
+
+
+def check(make_trainer: Make, folder: Path, data: Callable[[], Any], *hooks: str, **arguments: Any) -> None:
+    """Compare a run that is resumed from each checkpoint with the run that saved them and with one without it."""
+    plain = fit(make_trainer, data, **arguments)
+    saves = Saves(folder, *hooks)
+    whole = fit(make_trainer, data, ExactResume(), saves, **arguments)
+    assert plain[0].losses == whole[0].losses
+    assert_equal(plain, whole)
+    assert saves.saved
+    for path, losses, means in saves.saved:
+        rest = fit(make_trainer, data, ExactResume(), path=path, **arguments)
+        assert rest[0].losses == whole[0].losses[losses:], path.name
+        assert rest[0].means == whole[0].means[means:], path.name
+        assert_equal(whole, rest)
+
+
+def shuffled(*draws: str, **options: Any) -> Callable[[], Any]:
+    return lambda: DataLoader(Items(draws), BATCH, shuffle=True, **options)
+
+
+def test_stock_run_differs_after_a_resume(make_trainer: Make, tmp_path: Path) -> None:
+    saves = Saves(tmp_path, "on_train_batch_end")
+    whole, _ = fit(make_trainer, shuffled(), saves)
+    with pytest.warns(match="dataloader is not resumable"):
+        rest, _ = fit(make_trainer, shuffled(), path=saves.saved[3][0])
+    assert rest.losses != whole.losses[4:]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("draws", [(), ("python", "numpy", "torch", "own")], ids=str)
+def test_each_batch(make_trainer: Make, tmp_path: Path, draws: tuple[str, ...], accumulate: int) -> None:
+    check(make_trainer, tmp_path, shuffled(*draws), "on_train_batch_end", accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_draw(make_trainer: Make, tmp_path: Path, workers: int) -> None:
+    data = shuffled("python", "numpy", "torch", "own", num_workers=workers)
+    check(make_trainer, tmp_path, data, "on_train_batch_end")
+
+
+def test_persistent_workers_that_draw(make_trainer: Make, tmp_path: Path) -> None:
+    data = shuffled("python", "numpy", "torch", "own", num_workers=2, persistent_workers=True)
+    check(make_trainer, tmp_path, data, "on_train_batch_end", max_epochs=3)
+
+
+class Backwards(Sampler[int]):
+    """Draws an order from the global numbers of torch, Python and NumPy, index by index."""
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(ITEMS))[::-1]
+        while left:
+            number = int(torch.randint(len(left), ())) + random.randrange(len(left)) + np.random.randint(len(left))
+            yield left.pop(number % len(left))
+
+
+class ByEpoch(Sampler[int]):
+    """An order that depends on the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(ITEMS, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+class Batches(Sampler[list[int]]):
+    """Batches of different sizes."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(ITEMS).tolist()
+        for size in (2, 5, 3, 4, 2, 6):
+            yield [order.pop() for _ in range(size)]
+
+
+class Kept(Sampler[int]):
+    """A sampler that saves its position itself, and would go on wrongly from another one."""
+
+    def __init__(self) -> None:
+        self.position, self.generator = 0, torch.Generator().manual_seed(5)
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < ITEMS:
+            self.position += 1
+            yield (self.position * 5) % ITEMS
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "sequential": lambda: {"batch_size": BATCH},
+    "shuffled by a generator": lambda: {"batch_size": BATCH, "shuffle": True, "generator": generator()},
+    "weighted": lambda: {"batch_size": BATCH, "sampler": WeightedRandomSampler([1.0] * 11 + [3.0] * 11, ITEMS)},
+    "replacement": lambda: {
+        "batch_size": BATCH,
+        "sampler": RandomSampler(range(ITEMS), replacement=True, generator=generator()),
+    },
+    "index by index": lambda: {"batch_size": BATCH, "sampler": Backwards()},
+    "by epoch": lambda: {"batch_size": BATCH, "sampler": ByEpoch()},
+    "batches": lambda: {"batch_sampler": Batches()},
+    "items": lambda: {"batch_size": None, "sampler": [[3, 4, 1], [5, 2], [1, 0, 9], [8, 7], [2, 4], [6, 5]]},
+    "stateful": lambda: {"batch_size": BATCH, "sampler": Kept()},
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samplers(make_trainer: Make, tmp_path: Path, sampler: str, workers: int) -> None:
+    def data() -> Any:
+        return DataLoader(Items(("torch",)), num_workers=workers, **SAMPLERS[sampler]())
+
+    check(make_trainer, tmp_path, data, "on_train_batch_end")
