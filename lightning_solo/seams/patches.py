@@ -563,7 +563,9 @@ def without_hooks(precision: Any) -> Any:
 
 
 @contextmanager
-def places(trainer: Any, at: Callable[[str], None], resumed: Callable[[], str | None]) -> Iterator[None]:
+def places(
+    trainer: Any, at: Callable[[str], None], resumed: Callable[[], tuple[str, list[str]] | None]
+) -> Iterator[Callable[[], list[str]]]:
     """Call ``at(place)`` where a fit comes to another place, and continue a resumed fit exactly at its place.
 
     Lightning's own restart skips validation and hooks that were due, repeats those of an epoch's end, and trains on a
@@ -573,7 +575,10 @@ def places(trainer: Any, at: Callable[[str], None], resumed: Callable[[], str | 
         trainer: that fits.
         at: gets ``"epoch_start"``, ``"batch"``, ``"batch_done"`` (before its validation), ``"validation"``,
             ``"between"`` (batches), ``"epoch_end"`` (hooks) or ``"epoch_done"``.
-        resumed: returns the `place_of` the checkpoint; None for a fit from the start.
+        resumed: returns the `place_of` the checkpoint and its hooks; None for a fit from the start.
+
+    Yields:
+        A function that returns of whose hooks the latest end of an epoch or validation has called, as class names.
     """
     fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
     validation = epoch.val_loop
@@ -581,15 +586,22 @@ def places(trainer: Any, at: Callable[[str], None], resumed: Callable[[], str | 
     ends = {"epoch": fit.on_advance_end, "batch": epoch.on_advance_end}
     advance, validate = epoch.advance, validation.run
     place: str | None = None
+    hooks, steps = _Hooks(trainer), ExitStack()
 
     def run() -> None:
         nonlocal place
-        place = resumed()
-        if place is not None:
+        if (saved := resumed()) is not None:
+            place, hooks.done = saved[0], [*saved[1]]
             _settle(trainer, place)
-        runs["fit"]()
+        with ExitStack() as stack:
+            if place in AT_AN_END:  # it may be that of the run, which Lightning would leave out
+                steps.enter_context(replaced(epoch, "max_steps", -1))
+            stack.callback(steps.close)
+            runs["fit"]()
 
     def reset() -> None:
+        if place is None:
+            at("start")
         if place in BETWEEN_EPOCHS:  # as a fit that goes on by itself
             fit.restarting = False
             for loop in (fit, epoch, validation):
@@ -609,25 +621,31 @@ def places(trainer: Any, at: Callable[[str], None], resumed: Callable[[], str | 
 
     def on_epoch_end() -> None:
         nonlocal place
-        ended, place = place, None
-        at("epoch_end")
-        if ended == "epoch_end":
-            _end_epoch(trainer, ends["epoch"])
+        steps.close()
+        if place == "epoch_end":
+            fit._restarting = False
         else:
+            hooks.done = []
+        place = None
+        at("epoch_end")
+        with hooks.counted("on_train_epoch_end"):
             ends["epoch"]()
         at("epoch_done")
 
     def advance_batch(data_fetcher: Any) -> None:
         nonlocal place
         before, place = place, None
+        steps.close()
         if before is not None:
             fit._restarting = False  # else plateau schedulers don't step at this epoch's end
             validation.restarting = False
-            if before in ("batch_end", "batch_done", "validated"):
+            if before in AT_AN_END:
                 at(before)
                 if before == "batch_end":
                     _end_batch(trainer)
                 epoch._skip_next_val = before == "validated"
+                if before == "validated":
+                    hooks.run_rest("on_validation_end")
                 return
             epoch._restarting = False
         at("batch")
@@ -639,11 +657,13 @@ def places(trainer: Any, at: Callable[[str], None], resumed: Callable[[], str | 
         at("between")
 
     def run_validation() -> Any:
-        if not trainer.sanity_checking:
-            at("validation")
-        result = validate()
-        if not trainer.sanity_checking:
-            at("validated")
+        if trainer.sanity_checking:
+            return validate()
+        at("validation")
+        hooks.done = []
+        with hooks.counted("on_validation_end"):
+            result = validate()
+        at("validated")
         return result
 
     with ExitStack() as stack:
@@ -658,10 +678,54 @@ def places(trainer: Any, at: Callable[[str], None], resumed: Callable[[], str | 
             (validation, "run", run_validation),
         ):
             stack.enter_context(replaced(owner, name, function))
-        yield
+        yield lambda: [*hooks.begun]
 
 
-BETWEEN_EPOCHS = ("before", "epoch_start", "epoch_done")
+class _Hooks:
+    """Notes of which callbacks and module a hook was called; leaves out those of which the saved run called it.
+
+    Attributes:
+        done: class names of those of the saved run.
+        begun: class names of those of this run.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.done: list[str] = []
+        self.begun: list[str] = []
+
+    @contextmanager
+    def counted(self, hook: str) -> Iterator[None]:
+        """Note the calls in this context."""
+        self.begun = []
+        with ExitStack() as stack:
+            for owner in (*self._trainer.callbacks, self._trainer.lightning_module):
+                stack.enter_context(replaced(owner, hook, partial(self._call, owner, getattr(owner, hook))))
+            yield
+
+    def _call(self, owner: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        name = type(owner).__name__
+        self.begun.append(name)
+        if name in self.done:
+            self.done.remove(name)
+            return None
+        return stock(*args, **kwargs)
+
+    def run_rest(self, hook: str) -> None:
+        """Call the hooks that the saved run hasn't called, of a validation's end."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        trainer.validating = True
+        self.begun = []
+        for callback in trainer.callbacks:
+            self._call(callback, getattr(callback, hook), trainer, module)
+        self._call(module, getattr(module, hook))
+        trainer.training = True
+
+
+BETWEEN_EPOCHS = ("before", "start", "epoch_start", "epoch_done")
+
+
+AT_AN_END = ("batch_end", "batch_done", "validated", "epoch_end")
 
 
 def place_of(trainer: Any, latest: str, ready: int) -> str:
@@ -718,9 +782,6 @@ def _settle(trainer: Any, place: str) -> None:
     for count in (epochs.total, epochs.current):
         if place in BETWEEN_EPOCHS:
             count.ready = count.started = count.processed = count.completed
-        elif place == "epoch_end":
-            count.ready = count.started = count.processed
-            count.completed = count.processed - 1
         else:
             count.started = count.ready
             count.processed = count.completed = count.ready - 1
@@ -737,16 +798,6 @@ def _end_batch(trainer: Any) -> None:
     connector = trainer._logger_connector
     connector.on_batch_end()
     connector.update_train_step_metrics()
-
-
-def _end_epoch(trainer: Any, stock: Callable[[], None]) -> None:
-    """Do what Lightning does after the hooks of an epoch's end."""
-    fit, module = trainer.fit_loop, trainer.lightning_module
-    for count in (fit.epoch_progress.total, fit.epoch_progress.current):
-        count.processed -= 1
-    fit._restarting = False
-    with replaced(module, "on_train_epoch_end", lambda: None), replaced(trainer, "callbacks", []):
-        stock()
 
 
 def logged_values(trainer: Any) -> dict[str, Any]:

@@ -250,3 +250,28 @@ def test_samplers(make_trainer: Make, tmp_path: Path, sampler: str, workers: int
         return DataLoader(Items(("torch",)), num_workers=workers, **SAMPLERS[sampler]())
 
     check(make_trainer, tmp_path, data, "on_train_batch_end")
+
+
+def validation() -> Any:
+    return DataLoader(Items(), 8)
+
+
+HOOKS = {
+    "train_start": "on_train_start",
+    "epoch_start": "on_train_epoch_start",
+    "batch_start": "on_train_batch_start",
+    "batch_end": "on_train_batch_end",
+    "validation_start": "on_validation_start",
+    "validation_batch": "on_validation_batch_end",
+    "validation_end": "on_validation_end",
+    "epoch_end": "on_train_epoch_end",
+    "train_end": "on_train_end",
+}
+
+
+@pytest.mark.parametrize(
+    "every", [{}, {"val_check_interval": 2}, {"check_val_every_n_epoch": None, "val_check_interval": 4}], ids=str
+)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_places(make_trainer: Make, tmp_path: Path, hook: str, every: dict[str, Any]) -> None:
+    check(make_trainer, tmp_path, shuffled("torch"), HOOKS[hook], validation=validation, **every)

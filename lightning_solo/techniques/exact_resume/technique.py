@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_solo.data.loaders import Resumable
 from lightning_solo.data.item_states import ItemStates
+from lightning_solo.data.loaders import Resumable
 from lightning_solo.data.prefetch import Prefetcher, prefetched
 from lightning_solo.data.replayed_loaders import REPLAYED, Replayed, is_stateful, replayed
 from lightning_solo.errors import CheckpointError
@@ -20,7 +20,7 @@ from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.exact_resume.card import CARD, Settings
 
-KEYS = {"place", "ahead", "random", "metrics", "logged", "loaders", "window"}
+KEYS = {"place", "hooks", "ahead", "random", "metrics", "logged", "loaders", "window"}
 
 
 class ExactResume(Technique, Settings):
@@ -37,6 +37,7 @@ class ExactResume(Technique, Settings):
 
     def _init_state(self) -> None:
         self._latest, self._ready = "before", 0
+        self._hooks: Callable[[], list[str]] = list  # called at the end of an epoch or validation
         self._states: dict[str, Any] | None = None  # random states and metrics at the latest place that is repeated
         self._resumed: dict[str, Any] | None = None
 
@@ -48,7 +49,7 @@ class ExactResume(Technique, Settings):
         assert self.ctx is not None
         self._init_state()
         undo = self.ctx.undo
-        undo.enter_context(patches.places(trainer, self._at, self._begin))
+        self._hooks = undo.enter_context(patches.places(trainer, self._at, self._begin))
         undo.enter_context(patches.after_train_start(trainer.strategy, self._restore))
 
     # --- loaders ---
@@ -103,12 +104,15 @@ class ExactResume(Technique, Settings):
         """Return random states, the place in the loops, logged values and metrics; nothing after the run."""
         if self.ctx is None:
             return {}
+        if self._resumed is not None:  # not restored yet
+            return {**self._resumed, "ahead": 0}
         trainer = self.ctx.trainer
         place = patches.place_of(trainer, self._latest, self._ready)
         repeated = self._states if place in ("before", "epoch_start", "batch", "batch_done") else None
         now = repeated or self._now()
         return {
             "place": place,
+            "hooks": self._hooks(),
             "ahead": patches.fetched_ahead(trainer),
             "random": now["random"],
             "metrics": _metric_states(self.ctx.module) if now["metrics"] is None else now["metrics"],
@@ -178,14 +182,14 @@ class ExactResume(Technique, Settings):
             )
         self._resumed = state_dict or None
 
-    def _begin(self) -> str | None:
-        """Return the place of the checkpoint, before the loaders are made; None if there is none."""
+    def _begin(self) -> tuple[str, list[str]] | None:
+        """Return the place of the checkpoint, and its hooks, before the loaders are made; None if there is none."""
         assert self.ctx is not None
         resumed = self._resumed
         if resumed is None:
             return None
         put_states(global_sources(self.ctx.device), resumed["random"])
-        return str(resumed["place"])
+        return resumed["place"], resumed["hooks"]
 
     def _restore(self) -> None:
         """Restore random states, metrics and logged values, after all hooks of the start."""
