@@ -131,7 +131,11 @@ def _search(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple
         children = [*enumerate(value)] if len(value) <= ITEMS else []
     elif isinstance(value, partial):
         children = [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
-    elif type(value).__module__ in ("builtins", "numpy", "types", "functools"):
+    elif getattr(value, "__closure__", None):  # a function
+        children = [
+            (name, _content(cell)) for name, cell in zip(value.__code__.co_freevars, value.__closure__, strict=True)
+        ]
+    elif type(value).__module__ in ("builtins", "numpy", "functools"):
         return
     else:
         children = [*getattr(value, "__dict__", {}).items()]
@@ -140,6 +144,13 @@ def _search(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple
     seen.add(id(value))
     for name, child in children:
         yield from _search(child, f"{path}.{name}", depth - 1, seen)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has none yet
+        return None
 
 
 class OwnSources:

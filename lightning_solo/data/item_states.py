@@ -51,14 +51,22 @@ class ItemStates:
         """
         loader, saved = self._loader, self._resumed
         self._resumed = None
-        self._before.clear()
-        if not loader.num_workers:
-            iterator = iterate()
-        else:
+        if loader.num_workers:
             iterator = self._with_workers(iterate, done, saved)
+        else:
+            iterator = self._without_base_seed(iterate) if done else iterate()
         if saved is not None:
             self.random.put(saved["own"], type(loader).__name__)
         return iterator
+
+    def _without_base_seed(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return ``iterate()``, without drawing the base seed, which the saved run has drawn."""
+        loader, generator = self._loader, self._loader.generator
+        loader.generator = torch.Generator()
+        try:
+            return iterate()
+        finally:
+            loader.generator = generator
 
     def _with_workers(
         self, iterate: Callable[[], Iterator[Any]], done: int, saved: Mapping[str, Any] | None
@@ -77,14 +85,8 @@ class ItemStates:
             self.workers.forget()
         continues = self.workers.base_seed is not None
         first = done % loader.num_workers
-        generator = loader.generator
         with self.workers.attached(loader, first):
-            if continues:  # the base seed is drawn already
-                loader.generator = torch.Generator()
-            try:
-                iterator = iterate()
-            finally:
-                loader.generator = generator
+            iterator = self._without_base_seed(iterate) if continues else iterate()
         if not continues:
             self.workers.base_seed = getattr(iterator, "_base_seed", None)  # none in an iterator of the user's class
         self._rotated = stay and first != 0

@@ -112,7 +112,7 @@ class Resumable(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Return the remaining batches of the current epoch."""
         self._refused = None
-        return _Remaining(self, self._start(self._batches.start))
+        return _Remaining(self)
 
     def _start(self, done: int) -> Iterator[Any]:
         """Return an iterator of the batches after the first ``done`` ones of the epoch."""
@@ -147,7 +147,7 @@ class Resumable(DataLoader[Any]):
             return self._refused
         epoch, done = self._place
         items = {} if self.items is None else {"items": [self.items.saved(1), self.items.saved()]}
-        return {"epoch": epoch, self._done: done, **self._order(), **items}
+        return {"epoch": epoch, self._done: done, **self._order(), **items}  # an optional "back": batches to repeat
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a saved position. At the start of an epoch, the saved run may have had other batches.
@@ -157,7 +157,7 @@ class Resumable(DataLoader[Any]):
         """
         self._refused = state_dict  # until it is accepted
         state_dict, order = {**state_dict}, self._order()
-        items = state_dict.pop("items", None)
+        items, back = state_dict.pop("items", None), state_dict.pop("back", 0)
         if set(state_dict) != (expected := {"epoch", self._done, *order}):
             raise CheckpointError(
                 f"the loader's state in the checkpoint has {sorted(state_dict)}, where {sorted(expected)} are expected:"
@@ -177,32 +177,36 @@ class Resumable(DataLoader[Any]):
             )
         # an older `TokenLoader` saved the end of an epoch, not the start of the next one
         self._go_to(*((epoch + 1, 0) if done == len(self) else (epoch, done)))
+        for _ in range(back):
+            self._batches.step_back()
         if self.items is not None and items is not None:
-            self.items.load(items[-1], within=done > 0)
+            self.items.load(items[-1], within=self._batches.start > 0)
 
 
 class _Remaining(Iterator[Any]):
-    """The remaining batches of an epoch of a `Resumable`."""
+    """The remaining batches of an epoch of a `Resumable`, from the position at which the first one is asked for."""
 
-    def __init__(self, loader: Resumable, iterator: Iterator[Any]) -> None:
+    def __init__(self, loader: Resumable) -> None:
         self._loader = loader
-        self._iterator = iterator
-        self._epoch, self._done = loader._batches.epoch, loader._batches.start
-        self._begun = False
+        self._iterator: Iterator[Any] | None = None
+        self._epoch = self._done = 0
 
     def __next__(self) -> Any:
         loader, items = self._loader, self._loader.items
-        if not self._begun:
-            self._begun, loader._batches.start = True, 0
+        batches = loader._batches
         if items is not None:
             items.before_batch()
+        if self._iterator is None:
+            self._epoch, self._done = batches.epoch, batches.start
+            self._iterator = loader._start(self._done)
+            batches.start = 0
         try:
             batch = next(self._iterator)
         except StopIteration:
-            loader._batches.epoch = self._epoch + 1
+            batches.epoch = self._epoch + 1
             raise
         if items is not None:
-            batch = items.after_batch(batch, order_draws=False)
+            batch = items.after_batch(batch, order_draws=loader._handed_out[0] != self._epoch)
         self._done += 1
         loader._handed_out = self._epoch, self._done
         return batch

@@ -82,9 +82,9 @@ class Replay(Iterator[Any]):
         value = call()
         after = self._get()
         if not same(after, before):
-            if self._after is None or not same(before, self._after):
-                if len(self._states) <= LARGEST:
-                    self._states[number] = before
+            continues = self._after is not None and same(before, self._after)
+            if not continues and len(self._states) <= LARGEST:
+                self._states[number] = before
             self._after = after
         return value
 

@@ -98,7 +98,7 @@ class Replayed(Resumable):
             fast_forward: whether batches may be loaded and dropped.
             batches_used: batches of an epoch that are used.
         """
-        sampler = super()._index_sampler  # type: ignore[misc]
+        sampler = super()._index_sampler
         vars(self).update(
             _fast_forward=fast_forward, _batches_used=batches_used, _at=_Position(), _to_resume=None,
             items=ItemStates(self), _order_of_items=_Order(self, sampler),
@@ -112,7 +112,7 @@ class Replayed(Resumable):
 
     @property
     def _index_sampler(self) -> Any:
-        return self._order_of_items if self._has_order else super()._index_sampler  # type: ignore[misc]
+        return self._order_of_items if self._has_order else super()._index_sampler
 
     @property
     def _saves_itself(self) -> bool:
@@ -166,13 +166,14 @@ class Replayed(Resumable):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions before and after the latest batch."""
-        at = self._at
+        at, items = self._at, self.items
+        assert items is not None
         if self._to_resume is not None:  # not iterated since
             return {REPLAYED: [self._to_resume]}
         done = at.done == self._batches_used or (self._is_sized and at.done == len(self))
         record = self._record()
         record["ended"] = at.ended or done
-        before = [{**record, **at.before[-1], "ended": False, "items": self.items.saved(1)}] if at.before else []
+        before = [{**record, **at.before[-1], "ended": False, "items": items.saved(1)}] if at.before else []
         return {REPLAYED: [*before, record]}
 
     @property
@@ -260,10 +261,10 @@ def replayed(loader: DataLoader[Any], *, fast_forward: bool, batches_used: float
         cls = cls.__bases__[1]
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise ConflictError(
-            f"callback.exact_resume and {cls.__name__}(in_order=False), whose batches come in another order in each run;"
-            " write in_order=True, or ~callback.exact_resume"
+            f"callback.exact_resume and {cls.__name__}(in_order=False), whose batches come in another order in each"
+            " run; write in_order=True, or ~callback.exact_resume"
         )
-    changed = copy.copy(loader)
+    changed: Any = copy.copy(loader)
     changed.__class__ = _replayed(cls)
     vars(changed)["_iterator"] = None
     changed.prepare(fast_forward, batches_used)

@@ -79,7 +79,7 @@ def _become(place: Place) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(torch_worker._generate_state(base_seed, place.worker))
+        numpy.random.seed(torch_worker._generate_state(base_seed, place.worker))  # type: ignore[no-untyped-call]
     torch_worker._worker_info = torch_worker.WorkerInfo(
         id=place.worker, num_workers=info.num_workers, seed=seed, dataset=info.dataset
     )

@@ -81,14 +81,14 @@ class ExactResume(Technique, Settings):
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """Keep the random states: Lightning restores them after the check."""
-        self._states = self._now()
+        self._states = None if self.ctx is None else self._now()
 
     def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
         self._states = None
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Note that what is saved by later callbacks, such as ModelCheckpoint, is saved after validation."""
-        if not trainer.sanity_checking:
+        if self.ctx is not None and not trainer.sanity_checking:
             self._at("validated")
 
     def _now(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class ExactResume(Technique, Settings):
                 state = {REPLAYED: [records[max(0, len(records) - 1 - ahead)]]}
             elif isinstance(state, Mapping) and isinstance(state.get("items"), list):
                 items = state["items"]
-                state = {**state, "items": [items[max(0, len(items) - 1 - ahead)]]}
+                state = {**state, "items": [items[max(0, len(items) - 1 - ahead)]], "back": ahead}
             loaders.append(state if mine else None)
             if not mine:
                 others.append(state)
@@ -177,8 +177,8 @@ class ExactResume(Technique, Settings):
         """
         if state_dict and not {*state_dict} <= KEYS:
             raise CheckpointError(
-                f"callback.exact_resume: the checkpoint's state has the unknown keys {sorted({*state_dict} - KEYS)}; resume"
-                " with the version that saved it, or write ~callback.exact_resume"
+                f"callback.exact_resume: the checkpoint's state has the unknown keys {sorted({*state_dict} - KEYS)};"
+                " resume with the version that saved it, or write ~callback.exact_resume"
             )
         self._resumed = state_dict or None
 
@@ -222,7 +222,7 @@ def _metric_states(module: nn.Module) -> dict[str, Any]:
             "values": {name: _copied(getattr(metric, name)) for name in metric._defaults},
         }
         for path, metric in module.named_modules()
-        if isinstance(getattr(metric, "_defaults", None), dict) and getattr(metric, "_update_count", 0)
+        if isinstance(getattr(metric, "_defaults", None), dict) and vars(metric).get("_update_count")
     }
 
 
