@@ -295,19 +295,24 @@ class CompactAdamW(SplitOptimizer):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all states, on device and host."""
-        return sum(bytes_of(self._layout(p)) for p in self._numbers)
+        """Bytes of all states, on device and host; frozen parameters have none."""
+        return sum(bytes_of(self._layout(p)) for p in self._trained)
+
+    @property
+    def _trained(self) -> list[Tensor]:
+        return [p for p in self._numbers if p.requires_grad or p in self._states]
 
     @property
     def uncompressed(self) -> dict[str, int]:
         """Name -> bytes of the moments of small parameters, which stay in fp32."""
         if self.moment_bits == 32:
             return {}
-        return {name_in(self, p): 8 * p.numel() for p in self._numbers if p.numel() < moments.LEAST}
+        return {name_in(self, p): 8 * p.numel() for p in self._trained if p.numel() < moments.LEAST}
 
     def summary(self) -> str:
         """Describe in one line the bytes of the states, where they are stored, and the uncompressed parameters."""
-        small, each = self.uncompressed, self.state_bytes / max(1, self.numel)
+        small, count = self.uncompressed, sum(p.numel() for p in self._trained)
+        each = self.state_bytes / max(1, count)
         words = f"{each:.2f} bytes per parameter: {self._placement.summary(self.state_bytes)}"
         if not small:
             return words

@@ -57,7 +57,11 @@ class StatePlacement:
         """
         if not self._unplaced:
             return
-        parameters, self._unplaced = self._unplaced, []
+        parameters = [p for p in self._unplaced if p.requires_grad or p in states]
+        if not parameters:
+            return  # frozen parameters have no states
+        placed = set(parameters)
+        self._unplaced = [p for p in self._unplaced if p not in placed]
         layouts = {p: self._layout(p) for p in parameters}
         is_auto = self._budget == "auto"  # at least the states stay that the host has no room for
         if self._budget_left is None:
@@ -80,7 +84,7 @@ class StatePlacement:
         try:
             host_slabs.require_host_room("optimizer states", sizes, remedy)
         except BudgetError:
-            self._unplaced = parameters
+            self._unplaced = [*parameters, *self._unplaced]
             raise
         tensors = iter(host_slabs.host_tensors(sizes, parameters[0].device) if sizes else ())
         if self._staging is not None:  # gradients on the host came first

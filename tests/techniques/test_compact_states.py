@@ -936,3 +936,21 @@ def test_average_of_weights_in_bf16_is_warned_of(
     said = [str(each.message) for each in caught if "average.weight" in str(each.message)]
     assert len(said) == moves
     assert all("precision=bf16-mixed" in text for text in said)
+
+
+def test_states_of_frozen_parameters_are_not_counted(
+    home: ModuleType, make_trainer: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They don't exist, though the parameters are in the optimizer, as with ``AdamW(self.parameters())``."""
+
+    def said(frozen: bool) -> list[str]:
+        module = regression(home)
+        if frozen:
+            module.base = torch.nn.Linear(256, 256).requires_grad_(False)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            make_trainer(home, callbacks=[CompactStates()], precision="bf16-true").fit(module, loader(1))
+        return lines_with(caplog.text, "optimizer states")
+
+    without, frozen = (said(each)[0].partition("optimizer states")[2] for each in (False, True))
+    assert without == frozen

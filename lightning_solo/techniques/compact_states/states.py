@@ -32,7 +32,7 @@ def _is_plain(settings: Settings, corrections: Mapping[Tensor, Tensor]) -> bool:
 
 def _bytes_for(settings: Settings, optimizer: Optimizer) -> int:
     """Return the bytes of an optimizer's states, corrections included."""
-    every = set(parameters_of(optimizer))
+    every = {p for p in parameters_of(optimizer) if p.requires_grad}
     if settings.back_end != "own":
         return sum(back_ends.device_bytes(p, settings.back_end) for p in every)
     layouts = [state_layout(p, settings.master_bits, settings.moment_bits) for p in every]
