@@ -37,7 +37,8 @@ def trainer_kwargs(
     """Return the Trainer arguments of a preset: ``L.Trainer(**trainer_kwargs("bf16"))``.
 
     They are ``devices=1`` and the arguments that the preset needs. Python refuses an argument that is passed twice. If
-    a merged mapping has replaced one, the run is refused when it starts.
+    a merged mapping has replaced one, the run is refused when it starts. If it has replaced ``callbacks``, nothing
+    notices it, and the preset's techniques are gone: pass yours as ``callbacks``, or use `solo.trainer`.
 
     Args:
         preset: a name of `list_presets`, several names as ``["compact", "checkpointing"]``, or the fields themselves

@@ -540,6 +540,22 @@ def test_learning_rate_finder_trains_on_whole_batches(make_trainer: Make, tmp_pa
     assert module.trainer.global_step == 3
 
 
+def test_mean_over_tokens_is_refused_at_the_first_batch_whose_rows_differ(make_trainer: Make) -> None:
+    tokens = torch.arange(16 * 6).view(16, 6) % 5
+    tokens[12:, 2:] = -100  # of the last half batch
+
+    class Language(Step):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            logits = self.net.weight[batch["labels"].clamp(min=0)]
+            return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    module = Language(lambda: None, nn.Embedding(5, 5))
+    data = DataLoader([{"labels": row} for row in tokens], batch_size=8)
+    with pytest.raises(ConflictError, match=mentions("write callback.micro_batching.weight_by=tokens")):
+        make_trainer(L, callbacks=[MicroBatching(4)]).fit(module, data)
+    assert module.trainer.global_step == 1
+
+
 class Averaging(Towers):
     """A network whose training step moves an average of its weights, as those of BYOL often do."""
 

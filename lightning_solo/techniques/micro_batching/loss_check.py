@@ -24,6 +24,13 @@ TOLERANCE = {"64-true": 1e-8, "32-true": 1e-3}
 """Relative difference that counts as rounding, by precision; 0.02 for others."""
 
 
+def tells_weights_apart(splitter: Splitter, batch: Any, samples: int) -> bool:
+    """Return whether the weights of tokens and of samples differ for halves of a batch, or it has no labels."""
+    few, samples = splitter.parts(batch, samples)[0]
+    shares = _shares(splitter, few, splitter.micro_batches([few], -(-samples // 2)))
+    return len(shares) == 1 or len(set(map(tuple, shares.values()))) > 1
+
+
 def require_mean(ctx: Run, splitter: Splitter, batch: Any, batch_idx: int, samples: int) -> None:
     """Check that the loss of ``samples`` of a batch, or as many as fit, is the mean over two parts of them.
 

@@ -28,7 +28,15 @@ from lightning_solo.techniques.micro_batching.card import CARD, Settings
 from lightning_solo.techniques.micro_batching.global_batch import GlobalBatch
 from lightning_solo.techniques.micro_batching.gradient_caching import Embedding, embed_by
 from lightning_solo.techniques.micro_batching.logged import Logged, merged_outputs, weighted_mean
-from lightning_solo.techniques.micro_batching.loss_check import EMBED, changes_in_place, require_mean
+from lightning_solo.techniques.micro_batching.loss_check import (
+    EMBED,
+    changes_in_place,
+    require_mean,
+    tells_weights_apart,
+)
+
+LOOKED_AT = 100
+"""Split batches in which the check looks for rows with different numbers of labels."""
 
 
 class Waiting(NamedTuple):
@@ -73,7 +81,7 @@ class MicroBatching(Technique, Settings):
         self._global = GlobalBatch(self.global_batch)
         self._rollback: Rollback | None = None
         self._frozen: Unchanged | None = None
-        self._checked = self._compared = False
+        self._checked, self._looked_at = False, 0
         self._embeddings: list[Embedding] = []
         self._resumed: Any = None  # the batches that waited when the checkpoint was saved
         self._begin_window(zeroed=False)
@@ -277,18 +285,23 @@ class MicroBatching(Technique, Settings):
         return whole
 
     def _check_before(self, ctx: Run, size: int | None) -> None:
-        """Check the loss once: before the first batch that is split, or with ``auto`` before the first that may be.
+        """Check the loss before the first batch that is split, or with ``auto`` before the first that may be.
+
+        If all its rows have as many labels, a mean over tokens is one over samples too. Then it is checked once more,
+        before the first batch whose rows differ among the first `LOOKED_AT`.
 
         Raises:
             ConflictError: the loss of a batch isn't the mean over its parts.
         """
-        if not self.check or self._compared:
+        if not self.check or self._looked_at >= LOOKED_AT:
             return
         for waiting in self._window:
             samples = self._splitter.samples(waiting.batch)
             if samples > (size or 1):
-                self._compared = True
-                require_mean(ctx, self._splitter, *waiting, samples=samples)
+                differs = tells_weights_apart(self._splitter, waiting.batch, samples)
+                if differs or not self._looked_at:
+                    require_mean(ctx, self._splitter, *waiting, samples=samples)
+                self._looked_at = LOOKED_AT if differs else self._looked_at + 1
                 return
 
     def _samples_of(self, part: MicroBatch) -> int:
