@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Tests start many processes: without files of bytecode each of these would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all simcuda kernels check docs gpu wheel ladder architectures clean
+.PHONY: demo test test-all simcuda kernels check docs gpu faults wheel ladder architectures clean
 
 # The environment: torch first and by the constraints, so that nothing pulls another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -89,6 +89,12 @@ RESULTS ?= examples/results/gpu
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'make gpu: no CUDA device')"
 	$(GPU_PYTHON) examples/gpu/run.py --parts $(PART) --results $(RESULTS)
+
+# The exam of fault tolerance: thousands of killed processes, full disks and damaged files, and the tests of single faults;
+# prints a table by row of faults. Half an hour on two cores; `make faults FAULTS=files,rows` runs some parts.
+FAULTS ?= kills,files,rows
+faults: $(VENV)/.installed
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.faults --parts $(FAULTS) --write examples/results/faults_cpu.json
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m build --wheel --outdir dist

@@ -400,6 +400,17 @@ def checkpoints_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, command, f"Median of {result['repeats']} saves each, which take turns.")
 
 
+def faults_table(result: dict[str, Any]) -> str:
+    """Return row by row what came of injected faults, and what stock Lightning does on the same."""
+    rows = [
+        [str(line["row"]), line["fault"], f"{line['trials']:,}" if line["trials"] else "", line["ours"], line["stock"]]
+        for line in result["table"]
+    ]
+    heads = ["row", "fault", "trials or tests", "with this package", "Lightning 2.6.6"]
+    explained = "¹ measured apart from this exam."
+    return table(heads, rows) + note(result, "make faults", explained)
+
+
 def loader_advice_table(result: dict[str, Any]) -> str:
     """Return what options of a loader were said to save at most, and what they saved."""
     rows = []
@@ -774,6 +785,7 @@ TABLES = {
     "prefetch_cpu.json": prefetch_table,
     "finite_guard_cpu.json": finite_guard_table,
     "checkpoints_cpu.json": checkpoints_table,
+    "faults_cpu.json": faults_table,
     "loader_advice_cpu.json": loader_advice_table,
     "micro_batching_cpu.json": micro_batching_table,
     "curriculum_cpu.json": curriculum_table,

@@ -52,6 +52,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Add the rows of faults of a test's marker to its parameter id, such as ``test_x[row 40]``."""
+    if (marker := metafunc.definition.get_closest_marker("row")) is not None:
+        name = "row_of_faults"
+        metafunc.fixturenames.append(name)
+        metafunc.parametrize(name, [None], ids=[" ".join(f"row {number}" for number in marker.args)])
+
+
 def pytest_collection_finish() -> None:
     """Spare each garbage collection what was imported, with which it takes a third of a second."""
     gc.collect()

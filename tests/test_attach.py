@@ -94,6 +94,7 @@ def test_argument_that_compact_refuses_is_told_the_reason(arguments: dict[str, A
         solo.trainer_kwargs("compact", **arguments)
 
 
+@pytest.mark.row(92)
 def test_callbacks_in_the_order_listed_then_the_users() -> None:
     mine = solo.Throughput()
     kwargs = solo.trainer_kwargs("checkpointing", callbacks=[mine])
@@ -102,6 +103,7 @@ def test_callbacks_in_the_order_listed_then_the_users() -> None:
     assert kwargs["callbacks"][-1] is mine
 
 
+@pytest.mark.row(92)
 def test_a_callback_of_the_preset_given_again_is_refused() -> None:
     with pytest.raises(solo.ConflictError, match="MemoryLogger"):
         solo.trainer_kwargs("checkpointing", callbacks=[solo.MemoryLogger()])

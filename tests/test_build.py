@@ -79,6 +79,7 @@ def test_target_that_is_no_callback_is_refused(my_project: str, wrong: dict[str,
         built({"_target_": f"{my_project}.Inner"}, my_project)
 
 
+@pytest.mark.row(81)
 def test_positional_arguments_and_partials_below_a_target(my_project: str) -> None:
     inner = {"_target_": f"{my_project}.Inner", "_partial_": True, "_args_": [4]}
     assert built({"_target_": f"{my_project}.Mine", "_args_": [2], "inner": inner}, my_project).inner().size == 4

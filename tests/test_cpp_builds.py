@@ -125,6 +125,7 @@ def blocked() -> Iterator[tuple[subprocess.Popen[str], Path]]:
     process.communicate()
 
 
+@pytest.mark.row(87)
 def test_files_of_a_killed_build_are_removed_with_a_warning(blocked: tuple[subprocess.Popen[str], Path]) -> None:
     process, left = blocked
     process.kill()
@@ -137,6 +138,7 @@ def test_files_of_a_killed_build_are_removed_with_a_warning(blocked: tuple[subpr
     assert builds.count == 1
 
 
+@pytest.mark.row(87)
 def test_second_process_waits_and_builds_nothing(
     blocked: tuple[subprocess.Popen[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +165,7 @@ def test_second_process_waits_and_builds_nothing(
 # --- the folder ---
 
 
+@pytest.mark.row(86)
 def test_folder_that_others_may_write_into_is_refused(cache: Path) -> None:
     build_folder("text")
     cache.chmod(0o770)
@@ -170,6 +173,7 @@ def test_folder_that_others_may_write_into_is_refused(cache: Path) -> None:
         build_folder("text")
 
 
+@pytest.mark.row(86)
 def test_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     build_folder("text")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)

@@ -60,11 +60,13 @@ OTHER = [
 
 
 @pytest.mark.parametrize("error", SHORT, ids=lambda error: str(error)[:40] or type(error).__name__)
+@pytest.mark.row(64)
 def test_too_little_memory(error: BaseException) -> None:
     assert is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", OTHER, ids=lambda error: str(error)[:40] or type(error).__name__)
+@pytest.mark.row(64)
 def test_anything_else(error: BaseException) -> None:
     assert not is_out_of_memory(error)
 
@@ -88,6 +90,7 @@ def raised(error: BaseException, while_handling: BaseException, **cause: Any) ->
         return caught
 
 
+@pytest.mark.row(64)
 def test_cause_of_an_error_counts() -> None:
     short, wrapped = torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("the layer failed")
     assert is_out_of_memory(raised(ValueError("the step failed"), raised(wrapped, short, cause=short)))

@@ -45,8 +45,8 @@ def newest(folder: Path) -> str:
     return Path(found).name
 
 
+@pytest.mark.row(44)
 def test_newest_is_the_one_of_the_most_steps_whatever_the_times_are(folder: Path) -> None:
-    """Row 44."""
     for number, step in enumerate((3, 1, 2)):
         os.utime(folder / f"{step}.ckpt", (number, number))
     assert newest(folder) == "3.ckpt"
@@ -73,8 +73,8 @@ def test_damaged_file_is_passed_over_with_a_warning(kind: str, folder: Path) -> 
         require_valid(folder / "3.ckpt")
 
 
+@pytest.mark.row(39)
 def test_every_flipped_byte_and_every_truncation_is_found(tmp_path: Path) -> None:
-    """Row 39."""
     path = tmp_path / "1.ckpt"
     save(path, 1)
     whole = path.read_bytes()
@@ -89,8 +89,8 @@ def test_every_flipped_byte_and_every_truncation_is_found(tmp_path: Path) -> Non
     assert difference(path) is None
 
 
+@pytest.mark.row(41)
 def test_without_a_manifest_every_flipped_byte_is_found_or_changes_nothing(tmp_path: Path) -> None:
-    """Row 41 with row 39."""
     path = tmp_path / "1.ckpt"
     save(path, 1)
     (tmp_path / MANIFEST).unlink()
@@ -106,8 +106,8 @@ def test_without_a_manifest_every_flipped_byte_is_found_or_changes_nothing(tmp_p
     assert accepted < len(whole) // 6
 
 
+@pytest.mark.row(40)
 def test_folder_whose_files_are_all_damaged_is_an_error_never_a_new_start(folder: Path) -> None:
-    """Row 40."""
     for step in (1, 2, 3):
         flip(folder / f"{step}.ckpt")
     with pytest.raises(CheckpointError, match=mentions("no valid checkpoint", "3.ckpt", "2.ckpt", "1.ckpt")):
@@ -142,8 +142,8 @@ def test_newest_is_found_without_a_manifest_that_can_be_read(kind: str, folder: 
         assert newest(folder) == "2.ckpt"
 
 
+@pytest.mark.row(41)
 def test_manifest_that_names_a_missing_file_is_used_without_it(folder: Path) -> None:
-    """Row 41."""
     (folder / "3.ckpt").unlink()
     assert newest(folder) == "2.ckpt"
 

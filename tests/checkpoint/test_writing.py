@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from lightning_solo.checkpoint import writing
 from lightning_solo.checkpoint.writing import digest, tensor_bytes, write
 from lightning_solo.errors import CheckpointError
+from tests.faults.disk import limited
 from tests.faults.kills import killed
 from tests.messages import mentions
 
@@ -65,48 +66,14 @@ def test_calls_at_which_processes_are_killed_are_those_of_a_whole_save(path: Pat
     assert last is not None
 
 
-class Full:
-    """A file on a disk that is full after some bytes."""
-
-    def __init__(self, file: Any, room: int, number: int) -> None:
-        self.file, self.room, self.number = file, room, number
-
-    def __enter__(self) -> Full:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def write(self, data: Any) -> int:
-        fitting = bytes(data)[: self.room]
-        self.file.write(fitting)
-        self.room -= len(fitting)
-        if len(fitting) < len(data):
-            raise OSError(self.number, os.strerror(self.number))
-        return len(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-def limited(monkeypatch: pytest.MonkeyPatch, room: int, number: int = errno.ENOSPC) -> None:
-    stock = Path.open
-
-    def opened(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        file = stock(path, mode, *args, **kwargs)
-        return Full(file, room, number) if "x" in mode else file
-
-    monkeypatch.setattr(Path, "open", opened)
-
-
 LENGTH = 11_500  # bytes of a file here
 
 
 @given(room=st.integers(0, LENGTH))
+@pytest.mark.row(35)
 def test_disk_that_is_full_at_any_byte_leaves_the_former_file(
     room: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Row 35."""
     path = tmp_path_factory.mktemp("full") / "last.ckpt"
     assert write(content(1), path).size > LENGTH
     before = path.read_bytes()
@@ -137,6 +104,7 @@ def test_failing_disk_is_named_and_leaves_the_former_file(
     assert number_in(path) == 1
 
 
+@pytest.mark.row(35)
 def test_too_little_space_is_refused_before_anything_is_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", ["total", "used", "free"])
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(10**9, 0, 2**19))
@@ -145,6 +113,7 @@ def test_too_little_space_is_refused_before_anything_is_written(path: Path, monk
         write(content(2), path)
 
 
+@pytest.mark.row(37)
 def test_folder_that_can_not_be_written_is_named(path: Path) -> None:
     """Row 37; Lightning's own saving returns without a file."""
     process = os.fork()

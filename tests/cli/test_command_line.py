@@ -63,18 +63,30 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["-m", "hydra/launcher=basic", "seed=range(0,10001)"], ["10,001 jobs", "10,000;"]),
         (["~trainer"], ["~trainer"]),
         (["~seed"], ["~seed"]),
-        (["run=../x"], ["run='../x'", "run=first"]),  # rows 31 and 84
-        (["run=-x"], ["run='-x'"]),  # row 84
+        pytest.param(["run=../x"], ["run='../x'", "run=first"], id="row 84, case 1"),
+        pytest.param(["run=-x"], ["run='-x'"], id="row 84, case 2"),
         (["root=/proc/nothing"], ["root=/proc/nothing"]),  # row 31
         (["root=../elsewhere"], ["root=../elsewhere", "upwards"]),  # row 31
-        (["+hydra.callbacks.x={_target_:logging.FileHandler,filename:x}"], ["hydra.callbacks"]),  # row 81
-        (["+hydra.callbacks.x=${model}"], ["hydra.callbacks"]),  # row 81
-        (["hydra.job_logging.handlers.file.class=os.system"], ["os.system", "logging.FileHandler"]),  # row 82
-        (["+hydra.job_logging.formatters.x={'()':os.system}"], ["os.system"]),  # row 82
-        (["model=custom", "model._target_=m.X", "+model.x='${oc.create:{a:b}}'", "allow=[m]"], ["oc.create"]),  # row 81
+        pytest.param(
+            ["+hydra.callbacks.x={_target_:logging.FileHandler,filename:x}"], ["hydra.callbacks"], id="row 81, case 3"
+        ),
+        pytest.param(["+hydra.callbacks.x=${model}"], ["hydra.callbacks"], id="row 81, case 4"),
+        pytest.param(
+            ["hydra.job_logging.handlers.file.class=os.system"],
+            ["os.system", "logging.FileHandler"],
+            id="row 82, case 5",
+        ),
+        pytest.param(["+hydra.job_logging.formatters.x={'()':os.system}"], ["os.system"], id="row 82, case 6"),
+        pytest.param(
+            ["model=custom", "model._target_=m.X", "+model.x='${oc.create:{a:b}}'", "allow=[m]"],
+            ["oc.create"],
+            id="row 81, case 7",
+        ),
         (["-m", "model=glob(*)"], ["glob", "commas"]),
-        (["model=custom", "model._target_=os.system"], ["os.system", "allow=[os]"]),  # row 81
-        (["model=custom", "model._target_=os.system", "allow=[mine]"], ["os.system", " mine"]),  # row 81
+        pytest.param(["model=custom", "model._target_=os.system"], ["os.system", "allow=[os]"], id="row 81, case 8"),
+        pytest.param(
+            ["model=custom", "model._target_=os.system", "allow=[mine]"], ["os.system", " mine"], id="row 81, case 9"
+        ),
         (["resume=autoo"], ["resume='autoo'", nearest("auto")]),
         (["model.width=1,2"], ["-m"]),
         (["optimizer.lr=interval(1,2)"], ["interval(1,2)", "-m"]),
@@ -193,6 +205,7 @@ def test_run_names(name: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/a", "a\n", "a\0", "x" * 101, "-a", None, "ä"])
+@pytest.mark.row(84)
 def test_run_name_that_is_no_file_name_is_refused(name: object) -> None:
     with pytest.raises(PresetError, match="run="):
         check_run_name(name)

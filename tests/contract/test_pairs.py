@@ -74,6 +74,7 @@ def named(card: Card) -> str:
         for one, other in PAIRS
     ],
 )
+@pytest.mark.row(79)
 def test_refused_or_trained_with_parity(one: Card, other: Card, alone: functools.partial[Fit], tmp_path: Path) -> None:
     message = refusal(one, other)
     if message is not None:

@@ -143,6 +143,7 @@ def compared(
 @pytest.mark.parametrize("after", [6, 13, "epoch"])
 @pytest.mark.parametrize("how", ["max_steps", "should_stop", "batch", "epoch"])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.row(45)
 def test_resumed_run_has_the_remaining_batches(
     make_trainer: Make, tmp_path: Path, kind: str, how: str, after: Any, workers: int
 ) -> None:

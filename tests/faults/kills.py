@@ -1,4 +1,4 @@
-"""A process that saves again and again is killed, and its files are read."""
+"""Processes that save again and again are killed, at a chosen call or a random moment."""
 
 from __future__ import annotations
 
@@ -7,39 +7,22 @@ import random
 import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Set
 from typing import Any
 
 FAILPOINTS = {"fsync", "replace", "rename", "unlink", "write", "flush", "flock", "open", "close", "mkdir", "ftruncate"}
 """C functions before and after which a process is killed."""
 
+LONGEST_S = 30
+"""Seconds after which a process that hangs is ended."""
 
-@dataclass
-class Kills:
-    """What came of killed saves.
-
-    Attributes:
-        trials: processes that were killed.
-        unreadable: trials after which the newest file couldn't be read, or had other content than was saved.
-        lost: trials after which a save was gone that had returned before the kill.
-        saves: saves that returned, in all trials.
-    """
-
-    trials: int = 0
-    unreadable: int = 0
-    lost: int = 0
-    saves: int = 0
-
-    def add(self, saved: int | None, loaded: int | None) -> None:
-        """Count a trial with the number of the last save that returned, and of the one that was read."""
-        self.trials += 1
-        self.unreadable += loaded is None and saved is not None
-        self.lost += loaded is not None and saved is not None and loaded < saved
+Kill = Callable[[int], None] | int
+"""Kills the process with the given number; or the number of the failpoint at which the process kills itself."""
 
 
-def at_random(rng: random.Random, longest_s: float) -> Callable[[int], None]:
+def at_random(rng: random.Random, longest_s: float) -> Kill:
     """Return a function that kills a process after a random time."""
     delay = rng.uniform(0, longest_s)
 
@@ -50,53 +33,86 @@ def at_random(rng: random.Random, longest_s: float) -> Callable[[int], None]:
     return kill
 
 
-def at_call(number: int) -> None:
-    """Kill this process by SIGKILL before, or after, the C function of a failpoint that is called as number ``number``.
+def at_call(number: int, names: Set[str]) -> None:
+    """Kill this process by SIGKILL before, or after, the C function of ``names`` that is called as number ``number``.
 
-    Even numbers of calls and returns are counted alike.
+    Even numbers of calls and returns are counted alike, and those of all threads together.
     """
     left = number
 
     def count(frame: Any, event: str, function: Any) -> None:
         nonlocal left
-        if event in ("c_call", "c_return") and getattr(function, "__name__", "") in FAILPOINTS:
+        if event in ("c_call", "c_return") and function.__name__ in names and not _is_of_text(function):
             left -= 1
             if left < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
+    threading.setprofile(count)
     sys.setprofile(count)
 
 
-def killed(save: Callable[[int], None], first: int, kill: Callable[[int], None] | int) -> tuple[int | None, int]:
-    """Run ``save(first)``, ``save(first + 1)``, ... in a forked process that is killed.
+def _is_of_text(function: Any) -> bool:
+    """Return whether a function is such as ``str.replace``."""
+    return isinstance(getattr(function, "__self__", None), str)
 
-    Args:
-        save: saves a checkpoint of a number.
-        first: the first number.
-        kill: kills the process with the given number; or the number of the failpoint at which it kills itself.
+
+class Child:
+    """A forked process that saves until it is killed."""
+
+    def __init__(self, pipe: int, kill: Kill, names: Set[str]) -> None:
+        self.pipe, self.kill, self.names = pipe, kill, names
+
+    def begin(self) -> None:
+        """Be killed from now on."""
+        os.write(self.pipe, b"\n")
+        if isinstance(self.kill, int):
+            at_call(self.kill, self.names)
+
+    def report(self, number: int) -> None:
+        """Tell the first process that a save returned."""
+        os.write(self.pipe, b"%d\n" % number)
+
+
+def trial(kill: Kill, names: Set[str] = FAILPOINTS) -> list[int] | Child:
+    """Fork a process and kill it, after it has begun to save.
 
     Returns:
-        The number of the last save that returned, or None, and how many did.
+        In the first process the numbers that the forked one has reported, once it is dead. In the forked one `Child`.
+
+    Raises:
+        RuntimeError: the forked process ended by itself, or hung.
     """
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
-        try:
-            os.close(reading)
-            if isinstance(kill, int):
-                at_call(kill)
-            for number in range(first, first + 10_000):
-                save(number)
-                os.write(writing, b"%d\n" % number)
-        finally:
-            os._exit(1)  # of a child that wasn't killed: an error in `save`
+        os.close(reading)
+        signal.alarm(LONGEST_S)
+        return Child(writing, kill, names)
     os.close(writing)
     if not isinstance(kill, int):
-        select.select([reading], [], [], 30)  # the first save has returned: the process is at work
+        select.select([reading], [], [], LONGEST_S)
         kill(process)
     _, status = os.waitpid(process, 0)
     with os.fdopen(reading) as pipe:
         numbers = [int(line) for line in pipe.read().split()]
-    if not os.WIFSIGNALED(status):
-        raise RuntimeError(f"the process that saves ended by itself, after {len(numbers)} saves")
-    return (numbers[-1] if numbers else None), len(numbers)
+    if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
+        raise RuntimeError(f"the process that saves ended by itself or hung, after {len(numbers)} saves")
+    return numbers
+
+
+def killed(save: Callable[[int], None], first: int, kill: Kill) -> tuple[int | None, int]:
+    """Run ``save(first)``, ``save(first + 1)``, ... in a forked process that is killed.
+
+    Returns:
+        The number of the last save that returned, or None, and how many did.
+    """
+    outcome = trial(kill)
+    if isinstance(outcome, list):
+        return (outcome[-1] if outcome else None), len(outcome)
+    try:
+        outcome.begin()
+        for number in range(first, first + 10_000):
+            save(number)
+            outcome.report(number)
+    finally:
+        os._exit(1)  # an error in `save`

@@ -61,6 +61,7 @@ def another_error_keeps(error: BaseException) -> None:
     "keep",
     [a_list_keeps, the_interpreter_keeps, another_error_keeps],
 )
+@pytest.mark.row(65)
 def test_failed_work_keeps_no_tensor_alive(keep: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("last_exc", "last_value", "last_traceback"):
         monkeypatch.setattr(sys, name, None, raising=False)
@@ -101,3 +102,15 @@ def fails() -> None:
 
 def test_result_is_returned() -> None:
     assert attempt(lambda: 3) == (3, None)
+
+
+@pytest.mark.row(69)
+def test_cache_that_can_not_be_emptied_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail)
+    result, failure = attempt(work)
+    assert result is None
+    assert failure is not None
+    assert "wrapped 8" in failure

@@ -26,6 +26,7 @@ def test_path_that_is_not_below_the_directory_is_refused(technique: Any, option:
         technique(**{option: path})
 
 
+@pytest.mark.row(85)
 def test_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     root.mkdir()

@@ -190,6 +190,7 @@ def test_model_states(optimizer: Any, states: int) -> None:
 # --- verdicts ---
 
 
+@pytest.mark.row(67)
 def test_verdicts_around_the_need() -> None:
     planner = Planner(Attends, examples(), {}, GPU, 16 * GiB)
     config = compose("baseline")

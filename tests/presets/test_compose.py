@@ -124,6 +124,7 @@ def test_schedules_beside_a_factor_of_1_and_under_deepspeed_are_allowed() -> Non
     assert "accumulation_schedule" in callbacks(compose("zero_offload", ["+callback=accumulation_schedule"]))
 
 
+@pytest.mark.row(81)
 def test_target_in_an_interpolation_is_refused() -> None:
     cfg = OmegaConf.create({"bad": "os.system", "solo": {"callback": {"x": {"_target_": "${bad}"}}}})
     assert "os.system" in refused(cfg.solo)
@@ -387,6 +388,7 @@ def test_any_other_field_is_refused_by_name(name: str) -> None:
 
 
 @given(st.from_regex(r"[a-z_]{1,8}(\.[a-zA-Z_]{1,8}){0,3}", fullmatch=True).filter(lambda p: not p.startswith("mine")))
+@pytest.mark.row(81)
 def test_any_target_that_is_not_allowed_is_refused(path: str) -> None:
     with pytest.raises(PresetError):
         compose({"callback": {"x": {"_target_": path}}}, allow=["mine"])

@@ -102,6 +102,7 @@ def test_phases_decide_the_order(home: ModuleType, make_trainer: Make) -> None:
     ]
 
 
+@pytest.mark.row(92)
 def test_within_a_phase_the_order_of_the_list_decides(make_trainer: Make) -> None:
     import lightning.pytorch as home
 

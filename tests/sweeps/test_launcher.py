@@ -56,6 +56,7 @@ def until(condition: object, seconds: float = 500.0) -> None:
 # --- acted ---
 
 
+@pytest.mark.row(88)
 def test_status_of_each_job_and_table_of_failures(tmp_path: Path) -> None:
     done = sweep(tmp_path, f"kind={','.join(KINDS)}", "n=1,2", code=1)
     rows = rows_of(tmp_path)
@@ -142,6 +143,7 @@ def test_application_that_starts_threads_gets_fresh_interpreters(tmp_path: Path)
     assert [row.status for row in rows] == ["finished", "failed"] * 2
 
 
+@pytest.mark.row(89)
 def test_failed_job_is_retried_at_once_in_the_same_folder(tmp_path: Path) -> None:
     script = training("return os.environ.get('LIGHTNING_SOLO_RESUMES')")
     sweep(tmp_path, "n=1,2", "kind=once", "hydra.launcher.retries=1", script=script)
@@ -159,6 +161,7 @@ def test_retries_are_counted_over_commands(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "by"), [("hang", "SIGTERM"), long("deaf", "SIGKILL")])
+@pytest.mark.row(89)
 def test_job_past_its_time_limit_is_ended(tmp_path: Path, kind: str, by: str) -> None:
     sweep(tmp_path, "n=1", f"kind={kind}", "hydra.launcher.timeout_s=4", "hydra.launcher.grace_s=0.5", code=1)
     (row,) = rows_of(tmp_path)
@@ -255,6 +258,7 @@ def test_changed_module_of_the_application_runs_again(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.row(90)
 def test_command_killed_at_random_moments_loses_and_repeats_no_job(tmp_path: Path, seed: int) -> None:
     """20 kills in all; the last command is left to end."""
     moments = random.Random(seed)
@@ -296,6 +300,7 @@ def pids(folder: Path) -> list[int]:
 
 @forked_or_fresh
 @pytest.mark.parametrize("wait", [WAIT, long(DEAF)], ids=["hears", "deaf"])
+@pytest.mark.row(90)
 def test_job_of_a_killed_command_ends_and_is_resumed(tmp_path: Path, wait: str, fresh: bool) -> None:
     script = training(wait, THREAD if fresh else "")
     with popen(tmp_path, "n=1", "hydra.launcher.grace_s=1", script=script) as process:

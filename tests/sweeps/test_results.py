@@ -38,6 +38,7 @@ def test_missing_file_has_no_rows(tmp_path: Path) -> None:
 
 
 @given(cut=st.integers(min_value=0, max_value=len(line_of(ROW)) - 1))
+@pytest.mark.row(91)
 def test_interrupted_write_loses_only_its_row(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     file = tmp_path_factory.mktemp("results") / "results.jsonl"
     append(file, replace(ROW, number=1))
@@ -49,6 +50,7 @@ def test_interrupted_write_loses_only_its_row(tmp_path_factory: pytest.TempPathF
 
 
 @given(position=st.integers(min_value=0, max_value=len(line_of(ROW)) - 2), bit=st.integers(min_value=0, max_value=7))
+@pytest.mark.row(91)
 def test_row_with_a_flipped_bit_is_skipped(tmp_path_factory: pytest.TempPathFactory, position: int, bit: int) -> None:
     file = tmp_path_factory.mktemp("results") / "results.jsonl"
     line = bytearray(line_of(ROW))

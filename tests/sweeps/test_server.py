@@ -117,6 +117,7 @@ def test_output_is_cut_to_its_end(tmp_path: Path) -> None:
 # --- what it says of a job's end ---
 
 
+@pytest.mark.row(89)
 def test_kill_for_lack_of_memory_counts_for_the_running_job(tmp_path: Path) -> None:
     count = "from lightning_solo import processes\ncounts = iter([5, 6, 6, 6])\n"
     count += "processes.oom_kills = lambda: next(counts)"

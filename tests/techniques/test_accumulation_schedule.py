@@ -266,6 +266,7 @@ def test_any_schedule_equals_a_hand_written_loop(
 
 
 @pytest.mark.filterwarnings("ignore:.*training_step` returned `None`")  # said once per process
+@pytest.mark.row(75)
 def test_the_gradient_of_a_short_window_is_the_mean_of_its_batches(home: Any, make_trainer: Any) -> None:
     seen: list[float] = []
 
@@ -567,6 +568,7 @@ def test_a_resumed_run_logs_changes_alone(make_trainer: Any, tmp_path: Any, capl
 
 
 @pytest.mark.filterwarnings(RESUME_WARNING)
+@pytest.mark.row(50)
 def test_a_run_resumed_with_another_schedule(home: Any, make_trainer: Any, tmp_path: Any) -> None:
     path = str(tmp_path / "edge.ckpt")
     trainer = make_trainer(home, callbacks=[AccumulationSchedule([[0, 2]])])

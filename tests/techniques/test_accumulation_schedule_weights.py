@@ -123,6 +123,7 @@ def assert_equal(ours: Any, expected: Any) -> None:
     weight_by=st.sampled_from(["tokens", "mask"]),
 )
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.row(74)
 def test_a_step_is_the_mean_over_the_tokens_of_its_window(
     make_trainer: Any, valid: Any, factor: int, weight_by: str
 ) -> None:
@@ -150,6 +151,7 @@ def test_equal_weights_change_no_bit(home: Any, make_trainer: Any) -> None:
     assert all(torch.equal(a, b) for x, y in zip(ours, plain, strict=True) for a, b in zip(x, y, strict=True))  # type: ignore[arg-type]
 
 
+@pytest.mark.row(76)
 def test_a_step_is_clipped_after_the_mean(home: Any, make_trainer: Any) -> None:
     net, batches = Words(), batches_of([[4, 4], [0], [1]])
     (expected,) = by_hand(net, batches, 3)
@@ -416,6 +418,7 @@ SCHEDULES = {
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 @pytest.mark.parametrize("chosen", SCHEDULES)
+@pytest.mark.row(46)
 def test_a_run_resumed_at_each_place_of_a_window(home: Any, make_trainer: Any, tmp_path: Any, chosen: str) -> None:
     batches = batches_of([[4, 2], [0, 0], [1, 1], [3, 0], [4, 4], [2, 2], [0, 1], [4, 1], [3, 3], [2, 0]])
 

@@ -277,6 +277,7 @@ def test_kept_bytes_are_planned_exactly(home: ModuleType, make_trainer: Any) -> 
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.row(77)
 def test_dropout_gives_the_same_weights(home, make_trainer, precision):
     same_weights(home, make_trainer, lambda: regression(home, Stack(dropout=0.5)), 3, precision=precision)
 
@@ -316,6 +317,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.row(77)
 def test_batch_norm_statistics_are_updated_once(home, make_trainer, momentum):
     def make() -> Any:
         return regression(home, nn.Sequential(*[Normed(momentum=momentum) for _ in range(3)], nn.Linear(8, 1)))
@@ -377,6 +379,7 @@ class NestedStack(nn.Module):
 
 
 @pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.row(77)
 def test_nested_and_keyword_arguments_and_containers_that_grow(verify):
     module = NestedStack()
     x, y, scale = (torch.randn(4, 8, requires_grad=True) for _ in range(3))
@@ -438,12 +441,14 @@ def test_numbers_that_a_block_keeps_are_replayed_and_advance_once(verify):
     assert all(equal(plain, checkpointed) for plain, checkpointed in zip(*results, strict=True))
 
 
+@pytest.mark.row(92)
 def test_two_of_them_are_one_too_many(home, make_trainer):
     two = [ActivationCheckpointing(), ActivationCheckpointing()]
     with pytest.raises(ConflictError, match="wrapped already"):
         make_trainer(home, callbacks=two).fit(regression(home), loader())
 
 
+@pytest.mark.row(77)
 def test_tied_weights_frozen_blocks_and_inputs_without_gradient():
     module = nn.Sequential(*[Block(8, 0.5) for _ in range(4)])
     module[2].up.weight = module[0].up.weight
@@ -530,6 +535,7 @@ class Spectral(Block):
 
 
 @pytest.mark.parametrize("kind", [Updates, InPlace, Branches, SavesMore, Spectral])
+@pytest.mark.row(77)
 def test_a_block_that_cannot_be_repeated_is_refused_by_name(home, make_trainer, kind):
     def make() -> Any:
         return regression(home, nn.Sequential(nn.Linear(8, 8), *[kind(8) for _ in range(3)], nn.Linear(8, 1)))

@@ -270,6 +270,7 @@ def test_a_fit_in_which_all_is_too_small_is_reported(home: ModuleType, make_trai
         make_trainer(home, callbacks=callbacks).fit(regression(home), loader())
 
 
+@pytest.mark.row(68)
 def test_a_host_that_is_too_small_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = stack(device), inputs(device)
     offloader = offloader_for(net)
@@ -282,6 +283,7 @@ def test_a_host_that_is_too_small_is_refused(device: torch.device, monkeypatch: 
 
 
 @pytest.mark.parametrize("min_bytes", [256, 2**20])  # moved, and left
+@pytest.mark.row(78)
 def test_a_change_in_place_of_what_is_saved_is_refused(device: torch.device, min_bytes: int) -> None:
     offloader = Offloader(device, min_bytes)
     x = inputs(device).requires_grad_()
@@ -320,6 +322,7 @@ def test_a_storage_changed_between_two_uses_is_moved_twice(device: torch.device)
 
 @pytest.mark.parametrize(("mode", "keep"), [("block_inputs", None), ("all", None), ("block_inputs", 0.4), ("all", 0.6)])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.row(78)
 def test_the_same_weights_with_and_without(
     home: ModuleType, make_trainer: Any, precision: str, mode: str, keep: float | None
 ) -> None:
@@ -373,6 +376,7 @@ class Complicated(nn.Module):
 
 
 @pytest.mark.parametrize("keep_on_device", [None, 0.5])
+@pytest.mark.row(78)
 def test_saved_tensors_of_any_kind_are_restored(device: torch.device, keep_on_device: float | None) -> None:
     torch.manual_seed(1)
     net, x = Complicated().to(device).train(), inputs(device)
@@ -383,6 +387,7 @@ def test_saved_tensors_of_any_kind_are_restored(device: torch.device, keep_on_de
     assert offloader.moved_bytes > 0
 
 
+@pytest.mark.row(78)
 def test_a_second_backward_and_a_derivative_of_the_gradient(device: torch.device) -> None:
     x = inputs(device).requires_grad_()
 
@@ -569,6 +574,7 @@ def test_a_plan_counts_the_host_and_what_the_copies_cost() -> None:
 # Trace
 
 
+@pytest.mark.row(66)
 def test_after_an_exception_everything_is_as_before(device: torch.device) -> None:
     net, x = stack(device), inputs(device)
     plain = gradients(net, x)

@@ -197,6 +197,7 @@ def windows(factor: int) -> list[range]:
         for factor, bad in [(1, 5), (3, 3), (3, 4), (3, 5), (3, 0), (3, 11)]
     ],
 )
+@pytest.mark.row(70, 71)
 def test_a_skipped_window_leaves_nothing(make_trainer: Make, way: str, factor: int, bad: int, fault: str) -> None:
     """The run ends as one whose loader lacks the batches of that window."""
     arguments = {**WAYS[way], "accumulate_grad_batches": factor}
@@ -239,6 +240,7 @@ def test_no_window_with_a_fault_leaves_anything(
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(("factor", "bad"), [(1, 4), (4, 6)])
 @pytest.mark.parametrize("way", ["plain", "clipped by norm", long("released, clipped"), long("bf16-mixed")])
+@pytest.mark.row(70, 71)
 def test_stop_leaves_everything_as_before_the_window(
     home: ModuleType, make_trainer: Make, way: str, factor: int, bad: int, fault: str
 ) -> None:
@@ -327,6 +329,7 @@ def test_released_gradients_without_clipping(make_trainer: Make, tmp_path: Path)
         long("released, clipped"),
     ],
 )
+@pytest.mark.row(72)
 def test_a_rewound_run_goes_on_with_the_next_batches(make_trainer: Make, way: str, fault: str, tmp_path: Path) -> None:
     """It ends as one that has its steps up to the checkpoint, then the batches after the bad one."""
     arguments = {**WAYS, "released": {"preset": "gradient_release"}}[way]
@@ -436,6 +439,7 @@ def test_an_optimizer_that_evaluates_several_times(make_trainer: Make) -> None:
 # --- several skips ---
 
 
+@pytest.mark.row(70)
 def test_a_limit_of_skipped_steps_in_a_row(make_trainer: Make) -> None:
     guard = FiniteGuard(policy="skip_window", max_skips=2)
     assert is_finite(fit(make_trainer, guard, batches=data(1, 2, 4, 5)))
@@ -466,6 +470,7 @@ def many() -> Any:
     return DataLoader(TensorDataset(x, x.mean(1, keepdim=True) + torch.randn(400, 1)), batch_size=4)
 
 
+@pytest.mark.row(72)
 def test_a_spike_warns_stops_or_is_skipped(make_trainer: Make) -> None:
     run = partial(fit, make_trainer, batches=many())
     with pytest.warns(UserWarning, match="FiniteGuard: the loss .* 6 sigma .*optimizer step 80"):
@@ -564,6 +569,7 @@ def test_steps_that_the_scaler_skips_are_counted_and_no_error(
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
+@pytest.mark.row(73)
 def test_a_loss_scale_at_its_floor_stops(make_trainer: Make, accelerator: str) -> None:
     with pytest.raises(RefusedStepError, match=mentions("loss scale", "min_loss_scale=65536", "precision=bf16-mixed")):
         fit(

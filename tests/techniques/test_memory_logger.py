@@ -529,6 +529,7 @@ def test_only_a_run_in_which_no_batch_has_begun_shows_no_table(
     assert capsys.readouterr().out.count(f"{stage} on ") == tables
 
 
+@pytest.mark.row(91)
 def test_a_file_that_cannot_be_written(home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any) -> None:
         raise OSError(28, "no space left on device")

@@ -179,6 +179,7 @@ def test_windows_of_batches_equal_one_large_batch(make_trainer: Make, accumulati
 @pytest.mark.parametrize(
     "others", [(), long((GradientRelease,)), long((LayerDrop,))], ids=["plain", "released", "drawn"]
 )
+@pytest.mark.row(60)
 def test_after_ten_failures_the_weights_are_those_of_an_undisturbed_run(
     make_trainer: Make, where: str, others: Any
 ) -> None:
@@ -270,6 +271,7 @@ class FailsOnce(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("others", [(), long((GradientRelease,))], ids=["plain", "released"])
+@pytest.mark.row(60)
 def test_wherever_it_runs_out_of_memory_the_weights_are_those_of_an_undisturbed_run(
     make_trainer: Make, accelerator: str, others: Any
 ) -> None:
@@ -408,6 +410,7 @@ def test_cloned_metrics_are_those_of_the_undivided_batch(make_trainer: Make) -> 
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.row(65)
 def test_failed_attempt_leaves_no_tensor_alive(make_trainer: Make, accelerator: str, where: str) -> None:
     """Counted are the bytes of what forward made, whether Python or a graph holds it."""
     alive: list[int] = []
@@ -428,6 +431,7 @@ def test_failed_attempt_leaves_no_tensor_alive(make_trainer: Make, accelerator: 
     assert alive[0] - alive[1] == 8 * 9 * (8 - 4)
 
 
+@pytest.mark.row(67)
 def test_a_limit_of_memory_is_kept(make_trainer: Make, accelerator: str) -> None:
     if accelerator != "cpu":
         pytest.skip("counts on the CPU")
@@ -492,11 +496,29 @@ def test_loop_is_restored_after_a_failure(make_trainer: Make) -> None:
 # --- what is refused ---
 
 
+@pytest.mark.row(63)
 def test_a_single_sample_that_does_not_fit(make_trainer: Make) -> None:
     with pytest.raises(BudgetError, match=mentions("micro_batch=1", "checkpointing", "CUDA out of memory")):
         trained(make_trainer, limited(0), MicroBatching())
 
 
+@pytest.mark.row(62)
+def test_too_little_memory_in_validation_leaves_the_training_batch(make_trainer: Make) -> None:
+    technique, net = MicroBatching(check=False), plain()
+    module = regression(L, net, loss=mean_of_squares)
+
+    def validation_step(batch: Any, batch_idx: int) -> None:
+        raise torch.OutOfMemoryError(OOM)
+
+    module.validation_step = validation_step
+    before = technique.state_dict()
+    with pytest.raises(torch.OutOfMemoryError):
+        make_trainer(L, callbacks=[technique]).fit(module, loader(4, 8), loader(1, 8))
+    assert technique.retries == 0
+    assert technique.state_dict() == before
+
+
+@pytest.mark.row(61)
 def test_an_error_in_the_optimizers_step_is_not_retried(make_trainer: Make) -> None:
     net = limited()
     module = regression(L, net)
@@ -519,6 +541,7 @@ def test_manual_optimization_is_refused(make_trainer: Make) -> None:
         make_trainer(L, callbacks=[MicroBatching()]).fit(module, loader(2))
 
 
+@pytest.mark.row(60)
 def test_batch_norm_is_refused_by_name_or_allowed(make_trainer: Make) -> None:
     net = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     with pytest.raises(ConflictError, match=mentions("net.1", "batch_norm=ghost", "GroupNorm")):

@@ -297,6 +297,7 @@ def over_tokens(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [nn.functional.cross_entropy, over_tokens])
+@pytest.mark.row(74)
 def test_a_window_without_a_valid_token_is_what_it_is_undivided(make_trainer: Make, loss: Any) -> None:
     """Under 16-mixed, whose scaler leaves out a step with gradients that aren't finite."""
     ids = torch.arange(4 * LENGTH).view(4, LENGTH) % CLASSES

@@ -84,6 +84,7 @@ def fit(make: Make, net: nn.Module, callbacks: list[Any], batches: list[Any] | N
 
 
 @pytest.mark.parametrize("way", ["global_batch", "accumulation", "schedule", "released"])
+@pytest.mark.row(46)
 def test_a_run_resumed_within_a_step_is_the_undisturbed_one(make_trainer: Make, tmp_path: Path, way: str) -> None:
     def run(*others: Any, **options: Any) -> Any:
         technique = MicroBatching(3, global_batch=12 if way == "global_batch" else None)

@@ -87,8 +87,8 @@ def test_changed_bit_is_refused_with_the_valid_files(home: ModuleType, make_trai
         fit(home, make_trainer, tmp_path, max_epochs=2, ckpt_path=path, weights_only=True)
 
 
+@pytest.mark.row(58)
 def test_last_valid_file_is_never_pruned(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
-    """Row 58."""
 
     class Damaging(Callback):
         """Damages each file after it was written: the next save then removes the only valid one."""
@@ -116,10 +116,10 @@ def test_last_valid_file_is_never_pruned(home: ModuleType, make_trainer: Make, t
     assert difference(tmp_path / "step=3.ckpt") is None
 
 
+@pytest.mark.row(43)
 def test_second_run_in_a_folder_is_refused_with_the_process(
     home: ModuleType, make_trainer: Make, tmp_path: Path
 ) -> None:
-    """Row 43."""
     code = "import sys; from pathlib import Path; from lightning_solo.checkpoint.lock import lock; "
     code += f"file = lock(Path({str(tmp_path)!r})); print('locked', flush=True); sys.stdin.read()"
     with subprocess.Popen(
@@ -134,6 +134,7 @@ def test_second_run_in_a_folder_is_refused_with_the_process(
     lock(tmp_path).close()  # the fit has released it
 
 
+@pytest.mark.row(42)
 def test_unfinished_files_of_a_killed_run_are_removed(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
     """Row 42; a file with the name that this run would take, too."""
     (tmp_path / ".new-1-2").write_bytes(b"half")
@@ -145,10 +146,10 @@ def test_unfinished_files_of_a_killed_run_are_removed(home: ModuleType, make_tra
     assert all(difference(path) is None for path in tmp_path.glob("*.ckpt"))
 
 
+@pytest.mark.row(38)
 def test_folder_that_is_deleted_in_the_run_is_made_anew_with_a_warning(
     home: ModuleType, make_trainer: Make, tmp_path: Path
 ) -> None:
-    """Row 38."""
     folder = tmp_path / "checkpoints"
 
     class Deleting(Callback):
@@ -163,6 +164,7 @@ def test_folder_that_is_deleted_in_the_run_is_made_anew_with_a_warning(
     assert difference(folder / "last.ckpt") is None
 
 
+@pytest.mark.row(85)
 def test_folder_on_another_machine_is_refused_before_training(home: ModuleType, make_trainer: Make) -> None:
     place = "memory://runs"
     saves = home.callbacks.ModelCheckpoint(place)
@@ -182,10 +184,10 @@ def test_writer_of_another_package_is_refused(make_trainer: Make, tmp_path: Path
         trainer.fit(regression(home), loader(1))
 
 
+@pytest.mark.row(57)
 def test_hyperparameters_of_omegaconf_are_plain_data_in_the_file(
     home: ModuleType, make_trainer: Make, tmp_path: Path
 ) -> None:
-    """Row 57."""
     module = regression(home)
     module.save_hyperparameters({"model": OmegaConf.create({"widths": [1, 2]})})
     fit(home, make_trainer, tmp_path, module=module)
