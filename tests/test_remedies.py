@@ -64,7 +64,7 @@ def accepts(override: str) -> None:
     if setting and value is None and "~" not in marks:  # a setting that is named without a value
         assert setting in CARDS[name].defaults
         return
-    if "~" in marks or (value is not None and marks + key != "callback"):
+    if "~" in marks or value is not None:
         compose(preset, [f"{marks}{key}" + ("" if value is None else f"={value}")])
 
 
