@@ -197,6 +197,13 @@ def test_remedies_of_refused_configurations_work() -> None:
     assert list(filter(None, (refused_after(*row) for row in messages()))) == []
 
 
+@pytest.mark.parametrize("name", ["throughput", "leak_finder"])
+def test_technique_in_place_of_a_preset_is_added_by_the_override(name: str) -> None:
+    ((override,),) = remedies(refusal(name, []) or "")
+    assert refusal("bf16", [override]) is None
+    assert compose("bf16", [override]).has(name)
+
+
 # --- values of settings ---
 
 
