@@ -25,7 +25,7 @@ def whole_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
         yield new
         if durable:
             sync(new)
-        os.replace(new, path)
+        new.replace(path)
         if durable:
             sync(path.parent)  # the name
     finally:
