@@ -5,11 +5,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+TEMPORARY = re.compile(r"\.new-\d+-\d+")
+"""Names of unfinished files: process and thread that write them."""
 
 
 @contextmanager

@@ -73,7 +73,7 @@ ELSEWHERE = {
     "techniques/test_memory_logger.py": "memory/category_peaks",
     "techniques/test_micro_batching.py": "data/micro_batches optim/noise_scale",
     "techniques/test_micro_batching_losses.py": "nn/split_parity",
-    "techniques/test_safe_checkpoint.py": "checkpoint/lock checkpoint/plain checkpoint/snapshot",
+    "techniques/test_safe_checkpoint.py": "checkpoint/plain checkpoint/snapshot",
     "techniques/test_prefetch.py": "data/prefetch",
     "techniques/test_regional_compilation.py": "nn/compilation",
     "techniques/test_throughput.py": "data/batch_size",

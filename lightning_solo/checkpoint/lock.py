@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import warnings
+import weakref
 from pathlib import Path
 from typing import IO
 
-from lightning_solo.atomic_files import try_lock
+from lightning_solo.atomic_files import TEMPORARY, try_lock
 from lightning_solo.errors import CheckpointError
 
 LOCK = ".lock"
@@ -46,6 +48,28 @@ def lock(folder: Path) -> IO[str]:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
+    _HELD.add(file)
     for left in folder.glob(".new-*"):  # nobody else writes here
-        left.unlink(missing_ok=True)
+        if TEMPORARY.fullmatch(left.name):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
     return file
+
+
+def holds(file: IO[str], folder: Path) -> bool:
+    """Return whether a file that `lock` returned is still the lock of the folder, which may have been deleted."""
+    try:
+        return os.path.samestat((folder / LOCK).stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+_HELD: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Leave the locks to the parent: the worker of a loader may outlive a run that is killed."""
+    for file in list(_HELD):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

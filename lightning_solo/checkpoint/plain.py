@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-HYPERPARAMETERS = "hyper_parameters"
+HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+TYPES = ("hparams_type", "datamodule_hparams_type")
+"""Keys of the classes of OmegaConf's containers, to which Lightning would turn hyperparameters back."""
 
 
 def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -19,11 +21,15 @@ def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     loaded, such as an optimizer's constructor, are left out; they are returned with the names of their classes.
     """
     changed = {key: _plain(value) if key != "state_dict" else value for key, value in checkpoint.items()}
-    values = changed.get(HYPERPARAMETERS)
-    if not isinstance(values, Mapping):
-        return changed, {}
-    left_out = {name: type(value).__name__ for name, value in values.items() if not _is_loadable(value)}
-    changed[HYPERPARAMETERS] = {name: value for name, value in values.items() if name not in left_out}
+    for key in TYPES:
+        changed.pop(key, None)
+    left_out: dict[str, str] = {}
+    for key in HYPERPARAMETERS:
+        values = changed.get(key)
+        if isinstance(values, Mapping):
+            refused = {name: type(value).__name__ for name, value in values.items() if not _is_loadable(value)}
+            changed[key] = {name: value for name, value in values.items() if name not in refused}
+            left_out |= refused
     return changed, left_out
 
 

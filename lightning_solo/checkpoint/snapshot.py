@@ -41,8 +41,8 @@ class Snapshots:
         return copy.deepcopy(value)
 
     def _copy_of(self, tensor: Tensor, storages: dict[Any, torch.UntypedStorage]) -> Tensor:
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            return tensor.clone().cpu()
+        if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            return tensor.cpu() if tensor.device.type not in ("cpu", "meta") else tensor.clone()
         storage = tensor.untyped_storage()
         key = storage.device, storage.data_ptr(), storage.nbytes()
         if key not in storages:

@@ -8,8 +8,10 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -94,11 +96,14 @@ def write(
     hashed = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() and not path.is_symlink():
+            _set_aside(path)
         _require_space(path, tensor_bytes(checkpoint) + REST)
         with whole_file(path, durable=sync) as new:
             with new.open("xb") as file, ThreadPoolExecutor(1) as pool:
                 hashed = _Hashed(file, pool, lasts=_is_on_host(checkpoint))
-                torch.save(checkpoint, cast(IO[bytes], hashed))
+                with _checksums():
+                    torch.save(checkpoint, cast(IO[bytes], hashed))
             verify(new, hashed.size)
             record(hashed.written)
     except (OSError, RuntimeError) as error:
@@ -107,6 +112,24 @@ def write(
             raise
         raise CheckpointError(_cannot_be_written(path, cause, tensor_bytes(checkpoint) + REST)) from cause
     return hashed.written
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Let torch write checksums, which a user may have turned off."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _set_aside(folder: Path) -> None:
+    """Rename a folder that has the name of a file to write, such as one that another program left unfinished."""
+    names = (folder.with_name(f"{folder.name}.before-{number}") for number in count(1))
+    aside = folder.rename(next(name for name in names if not name.exists()))
+    warnings.warn(f"{folder} was a folder; it is {aside.name} now, since a file is saved by its name", stacklevel=2)
 
 
 def verify(path: Path, size: int) -> None:
@@ -165,11 +188,19 @@ def _digest(file: IO[bytes]) -> Any:  # Python 3.10
 def tensor_bytes(checkpoint: Any) -> int:
     """Return the bytes of the storages of all tensors in a checkpoint."""
     storages = {}
-    for leaf in tree_leaves(checkpoint):
-        if isinstance(leaf, Tensor):
-            storage = leaf.untyped_storage()
-            storages[storage.data_ptr(), storage.device] = storage.nbytes()
+    for tensor in _tensors(checkpoint):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr(), storage.device] = storage.nbytes()
     return sum(storages.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a checkpoint that have storages; of a subclass that wraps tensors these."""
+    for leaf in tree_leaves(value):
+        if hasattr(leaf, "__tensor_flatten__"):
+            yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, Tensor) and not leaf.is_meta and leaf.layout == torch.strided:
+            yield leaf
 
 
 def _is_on_host(checkpoint: Any) -> bool:

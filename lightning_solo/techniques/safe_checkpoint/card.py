@@ -17,6 +17,11 @@ class Settings(TechniqueSettings):
 
     asynchronous: bool = setting(False, "copy a checkpoint to host memory, and write it in a thread during training")
     durable: bool = setting(True, "wait until a file is on the disk, so that it survives a power failure")
+    every_minutes: float | None = setting(
+        None,
+        "also save ``last.ckpt`` after a batch, this many minutes after the last checkpoint",
+        check=lambda value: None if value is None or value > 0 else "must be above 0, or null",
+    )
     signals: bool = setting(True, "save when the process is asked to end (SIGTERM, SIGINT), and at SIGUSR1")
     notice: str | None = setting(
         None, "a command that is run every 5 seconds, and whose success means that this machine will be taken away"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_solo.checkpoint.lock import lock
+from lightning_solo.checkpoint.lock import holds, lock
 from lightning_solo.checkpoint.manifest import Entry, append, difference, entries, require_valid
 from lightning_solo.checkpoint.plain import plain
 from lightning_solo.checkpoint.snapshot import Snapshots
@@ -35,25 +36,40 @@ class SafeIO:
         self.durable = durable
         self.configuration = ""  # hash of what trains
         self.holds_locks = False  # until `release`
+        self.removes = True  # whether checkpoints may be removed, as in a fit and after it
+        self.failure = ""  # the error with which the fit ends
+        self.is_half_stepped = False  # whether it came while weights were updated
         self._locks: dict[Path, IO[str]] = {}
         self._verified: dict[Path, tuple[int, int]] = {}  # written by this run -> size, time
         self._thread: threading.Thread | None = None
+        self._removals: list[Any] = []  # paths to remove once the thread has written
         self._error: BaseException | None = None
         self._warned = self._left_out = False
         self._snapshots = Snapshots()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_locks": {}, "_thread": None, "_error": None, "_snapshots": Snapshots()}
+        return {**vars(self), "_locks": {}, "_thread": None, "_error": None, "_removals": [], "_snapshots": Snapshots()}
 
     # --- Lightning's interface ---
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint.
+        """Write a checkpoint. In a fit that has failed, an error is a warning, and half a step is not saved.
 
         Raises:
             CheckpointError: it can't be written; the former file is unchanged. With ``asynchronous`` the next call
                 raises it.
         """
+        if self.is_half_stepped:
+            warnings.warn(
+                f"{path} isn't saved: the fit failed while the weights were updated ({self.failure}); resume from the"
+                " checkpoint before",
+                stacklevel=2,
+            )
+            return
+        with self._after_failure():
+            self._save(checkpoint, path, storage_options)
+
+    def _save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
         if storage_options is not None:
             raise TypeError("save_checkpoint takes no storage_options under SafeCheckpoint: it writes local files")
         target = local(path)
@@ -61,7 +77,7 @@ class SafeIO:
         self.claim(target.parent)
         checkpoint, left_out = plain(checkpoint)
         self._warn_of(left_out)
-        if self.asynchronous and self._has_room(checkpoint):
+        if self.asynchronous and self.holds_locks and not self.failure and self._has_room(checkpoint):
             write = partial(self._write_in_thread, self._snapshots.copy(checkpoint), target)
             self._thread = threading.Thread(target=write, name="checkpoint")
             self._thread.start()
@@ -83,8 +99,15 @@ class SafeIO:
         return self.before.load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint, unless it is the last valid one in its folder."""
-        self.wait()
+        """Remove a checkpoint in or after a fit, unless it is the last valid one in its folder.
+
+        While the thread writes, the removal waits for the new file, and is left out if that can't be written.
+        """
+        if not self.removes:  # such as OnExceptionCheckpoint's in a validation
+            return
+        if self._thread is not None:
+            self._removals.append(path)
+            return
         target = local(path)
         if target.is_file() and not any(self._is_valid(other) for other in self._others(target)):
             warnings.warn(f"{target} is kept: it is the last valid checkpoint in its folder", stacklevel=2)
@@ -100,7 +123,7 @@ class SafeIO:
 
     def claim(self, folder: Path) -> None:
         """Lock a folder for this run, once."""
-        if folder in self._locks and not folder.exists():
+        if folder in self._locks and not holds(self._locks[folder], folder):
             self._locks.pop(folder).close()
             warnings.warn(
                 f"{folder} was deleted during the run, with all checkpoints in it: it is created anew", stacklevel=3
@@ -117,7 +140,8 @@ class SafeIO:
     def release(self) -> None:
         """Wait for the thread that writes, and let other runs use the folders."""
         try:
-            self.wait()
+            with self._after_failure():
+                self.wait()
         finally:
             self.holds_locks = False
             self._snapshots = Snapshots()  # frees their memory
@@ -125,7 +149,7 @@ class SafeIO:
                 self._locks.popitem()[1].close()
 
     def wait(self) -> None:
-        """Wait until the thread has written its checkpoint.
+        """Wait until the thread has written its checkpoint, and remove those that this one replaces.
 
         Raises:
             CheckpointError: it could not be written.
@@ -134,8 +158,21 @@ class SafeIO:
         if thread is not None:
             thread.join()
         error, self._error = self._error, None
+        removals, self._removals = self._removals, []
         if error is not None:
             raise error
+        for path in removals:
+            self.remove_checkpoint(path)
+
+    @contextmanager
+    def _after_failure(self) -> Iterator[None]:
+        """After a fit has failed, warn of a checkpoint that can't be saved; the fit's error is the one to raise."""
+        try:
+            yield
+        except CheckpointError as error:
+            if not self.failure:
+                raise
+            warnings.warn(f"after {self.failure}: {error}", stacklevel=4)
 
     def _write_in_thread(self, checkpoint: Mapping[str, Any], path: Path) -> None:
         try:

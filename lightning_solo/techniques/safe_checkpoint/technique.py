@@ -8,11 +8,13 @@ import shlex
 import signal
 import subprocess
 import threading
+import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_solo.errors import ConflictError
 from lightning_solo.seams import patches
 from lightning_solo.seams.technique import Technique
 from lightning_solo.signals import STOPS, caught_signals, end_at_once, status
@@ -43,17 +45,23 @@ class SafeCheckpoint(Technique, Settings):
         self._io: SafeIO | None = None
         self._signals: list[int] | None = None  # that have arrived; None while they aren't recorded
         self._listening = ExitStack()
+        self._stepping_from: int | None = None  # the number of steps before the last one that began
+        self._saved_at = 0.0  # by the clock that never goes back
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Replace Lightning's reader and writer of checkpoints.
 
         Raises:
             CheckpointError: the Trainer has another one, from ``plugins=``.
+            ConflictError: the Trainer has two `SafeCheckpoint`.
         """
+        if sum(isinstance(each, SafeCheckpoint) for each in trainer.callbacks) > 1:
+            raise ConflictError("two SafeCheckpoint in one run: drop one")
         super().setup(trainer, pl_module, stage)
         self._io = replaced_io(
             trainer.strategy, lambda before: SafeIO(before, asynchronous=self.asynchronous, durable=self.durable)
         )
+        self._io.removes = stage == "fit"
         if self.ctx is not None:
             self.ctx.undo.callback(self._io.release)  # a failed set-up has no teardown
 
@@ -65,6 +73,8 @@ class SafeCheckpoint(Technique, Settings):
         """
         assert self._io is not None
         self._io.holds_locks = True
+        self._stepping_from = None
+        self._saved_at = time.monotonic()
         self._io.configuration = configuration_hash(pl_module, self.ctx.techniques if self.ctx else ())
         for folder in patches.checkpoint_folders(trainer):
             self._io.claim(local(folder))
@@ -86,6 +96,31 @@ class SafeCheckpoint(Technique, Settings):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._look(trainer)
+
+    # --- steps, and the time since the last checkpoint ---
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        if self.ctx is not None and self.ctx.release is not None and self.ctx.window.is_last:
+            self._stepping_from = trainer.global_step  # this backward updates weights
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._stepping_from = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if self.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_minutes:
+            trainer.save_checkpoint(self._last(trainer))
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        self._saved_at = time.monotonic()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Save nothing from now on if the error came in the middle of an optimizer step."""
+        super().on_exception(trainer, pl_module, exception)
+        if self._io is not None:
+            self._io.failure = f"{type(exception).__name__}: {exception}".partition("\n")[0][:200]
+            self._io.is_half_stepped = self._stepping_from == trainer.global_step
+
+    # --- signals ---
 
     def _listen(self, trainer: Any) -> None:
         """Record signals from now on; Lightning has installed its own handlers by now."""
