@@ -93,9 +93,10 @@ def test_state_within_an_update_is_never_saved(
     place: str, saved: list[str], make_trainer: Make, tmp_path: Path
 ) -> None:
     trainer = trainer_of(make_trainer, tmp_path, every_n_train_steps=2, save_last=True, save_on_exception=True)
-    with pytest.raises(StepError), warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(failing_in(place, 3), loader(6))
+        with pytest.raises(StepError):
+            trainer.fit(failing_in(place, 3), loader(6))
     refused = [str(each.message) for each in caught if "step=3.ckpt" in str(each.message)]
     assert len(refused) == (place == "update")
     assert all(re.search(mentions("StepError", "checkpoint before"), text) for text in refused)
@@ -122,11 +123,10 @@ def test_state_within_a_backward_that_updates_weights_is_never_saved(preset: str
     assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
 
 
+@pytest.mark.row(54, 35)
 def test_error_of_a_fit_outlives_that_of_the_save_after_it(
     make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row 54 with row 35."""
-
     def full(*_: Any, **__: Any) -> None:
         raise CheckpointError("the disk is full")
 
@@ -140,11 +140,12 @@ def test_error_of_a_fit_outlives_that_of_the_save_after_it(
         trainer.fit(failing_in("forward", 3), loader(6))
 
 
+@pytest.mark.row(35)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_failed_save_ends_the_run_and_the_files_before_it_stay(
     asynchronous: bool, make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Row 35; the file before is removed only after the new one is whole."""
+    """The file before is removed only after the new one is whole."""
     stock = io.write
 
     def fills(checkpoint: Any, path: Path, *args: Any, **kwargs: Any) -> Any:
@@ -186,11 +187,12 @@ def test_removal_waits_for_the_thread_and_not_the_run(
     assert names(tmp_path) == ["step=4.ckpt"]
 
 
+@pytest.mark.row(55)
 @pytest.mark.filterwarnings(
     "ignore:.*was called without a model", "ignore:.*there is no last checkpoint", "ignore:You.re resuming from"
 )
 def test_validation_removes_no_checkpoint(make_trainer: Make, tmp_path: Path) -> None:
-    """Row 55: OnExceptionCheckpoint removes its file at the end of any run."""
+    """OnExceptionCheckpoint removes its file at the end of any run."""
     from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
     saves = OnExceptionCheckpoint(tmp_path)
@@ -207,8 +209,8 @@ def test_validation_removes_no_checkpoint(make_trainer: Make, tmp_path: Path) ->
 # --- things in the way ---
 
 
+@pytest.mark.row(42)
 def test_folder_with_the_name_of_a_file_is_set_aside(make_trainer: Make, tmp_path: Path) -> None:
-    """Row 42."""
     partial = tmp_path / "step=1.ckpt"
     partial.mkdir()
     (partial / "shard").write_text("of another program")
@@ -218,8 +220,9 @@ def test_folder_with_the_name_of_a_file_is_set_aside(make_trainer: Make, tmp_pat
     assert (tmp_path / "step=1.ckpt.before-1" / "shard").read_text() == "of another program"
 
 
+@pytest.mark.row(38)
 def test_folder_that_is_deleted_and_made_again_is_locked_again(make_trainer: Make, tmp_path: Path) -> None:
-    """Row 38; a folder of the same name is another one."""
+    """A folder of the same name is another one."""
     folder = tmp_path / "checkpoints"
 
     class Deleting(Callback):
@@ -234,8 +237,9 @@ def test_folder_that_is_deleted_and_made_again_is_locked_again(make_trainer: Mak
     assert names(folder) == ["step=3.ckpt", "step=4.ckpt"]
 
 
+@pytest.mark.row(37)
 def test_read_only_folder_ends_the_run_before_training(make_trainer: Make, tmp_path: Path) -> None:
-    """Row 37; Lightning trains on and saves nothing."""
+    """Lightning trains on and saves nothing."""
     process = os.fork()
     if process == 0:
         status = 1
@@ -255,16 +259,16 @@ def test_read_only_folder_ends_the_run_before_training(make_trainer: Make, tmp_p
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
 
 
+@pytest.mark.row(92)
 def test_two_of_them_are_refused(make_trainer: Make, tmp_path: Path) -> None:
-    """Row 92."""
     trainer = trainer_of(make_trainer, tmp_path, SafeCheckpoint(), SafeCheckpoint())
     with pytest.raises(ConflictError, match=mentions("two SafeCheckpoint", "drop one")):
         trainer.fit(regression(HOME), loader(1))
 
 
+@pytest.mark.row(34)
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs another file system")
 def test_folder_on_another_file_system(make_trainer: Make, tmp_path: Path) -> None:
-    """Row 34."""
     folder = Path("/dev/shm", f"lightning-solo-{os.getpid()}")
     try:
         trainer_of(make_trainer, folder).fit(regression(HOME), loader(2))
@@ -274,8 +278,8 @@ def test_folder_on_another_file_system(make_trainer: Make, tmp_path: Path) -> No
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.row(43)
 def test_file_system_without_locks_is_said(make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 43."""
     from lightning_solo.checkpoint import lock
 
     def none(_: int) -> bool:
@@ -290,9 +294,10 @@ def test_file_system_without_locks_is_said(make_trainer: Make, tmp_path: Path, m
 # --- what is in a file ---
 
 
+@pytest.mark.row(57)
 @pytest.mark.parametrize("of", ["module", "data module"])
 def test_hyperparameters_that_are_a_container_of_omegaconf_load(of: str, make_trainer: Make, tmp_path: Path) -> None:
-    """Row 57; Lightning's own file loads with ``weights_only=False`` alone."""
+    """Lightning's own file loads with ``weights_only=False`` alone."""
 
     class Data(HOME.LightningDataModule):
         def train_dataloader(self) -> Any:
