@@ -189,7 +189,7 @@ BROKEN = {
     "wrong_check": (CARD.format(**{**GOOD, "default": 'setting(1, "rows", check=lambda size: size > 0)'}),
                     "its check returns True"),
     "no_base": (CARD.format(**GOOD).replace("(TechniqueSettings)", ""), "with the base TechniqueSettings"),
-    "no_phase": (CARD.format(**{**GOOD, "phase": "7.5"}), "phase=7.5 is none of Phase's: BATCHES, DATA"),
+    "no_phase": (CARD.format(**{**GOOD, "phase": "7.5"}), "phase=7.5 is none of Phase's: ITEMS, BATCHES"),
     "no_need": (CARD.format(**GOOD).replace('reference=""', 'reference="", requires=(1,)'), "a tuple of Requirement"),
     "no_plan": (CARD.format(**GOOD).replace('reference=""', 'reference="", planned="left-out"'), "write 'attached'"),
     "no_caveat": (CARD.format(**GOOD).replace('reference=""', 'reference="", caveat="late"'), "caveat='late'"),
