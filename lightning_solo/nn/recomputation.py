@@ -17,22 +17,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import (
-    CheckpointError,
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.memory.category_peaks import uncounted
 from lightning_solo.nn.activation_budget import Call, Calls, saved_bytes
+from lightning_solo.nn.forward_state import ForwardState
 from lightning_solo.nn.forwards import original_forward, record_of, replace_forward
+from lightning_solo.nn.recomputed_tensors import RecomputedTensors
 from lightning_solo.nn.rollback import Rollback
 
 _SAMPLE = 1024  # elements of each output that the first recomputation is compared with
 _GATHERED_ON_USE: WeakSet[nn.Module] = WeakSet()
 _keeping: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which wrapped blocks save their inputs
+
+_NOTHING: Any = nullcontext()
+_NO_MODULES: Any = nullcontext(frozenset[nn.Module]())
 
 PRODUCTS = (
     "aten.mm",
@@ -103,6 +103,7 @@ class Wrap:
     number: Call | None = None  # of a call that came through `run_compiled`
     keeps: bool = False  # whether that call keeps all its results
     host_state: bool = True  # whether its forward may change a _HostState
+    statistics: bool | None = None  # whether it has layers as BatchNorm; None: not looked for yet
     recomputed: bool = False
     remedy: str = ""  # for a recomputation that differs; empty: that of activation checkpointing
 
@@ -200,7 +201,7 @@ def has_recomputed(blocks: Iterable[nn.Module]) -> bool:
 
 
 def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a wrapped block's forward, under ``torch.utils.checkpoint`` if gradients are enabled."""
+    """Run a wrapped block's forward; with gradients, save what its recomputation needs."""
     wrap, original = record_of(block, Wrap), original_forward(block, Wrap)
     if wrap is None or not torch.is_grad_enabled():
         return original(*args, **kwargs)
@@ -220,7 +221,7 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     number = None if wrap.calls is None else wrap.number or wrap.calls.number(wrap.name)
     if wrap.calls is not None and number in wrap.calls.kept:
         return original(*args, **kwargs)
-    with _keeping():  # inside the block torch saves tensors by its own context
+    with _keeping():  # tensors inside the block are saved by a context of their own
         return run_recomputed(block, wrap, original, args, kwargs, number)
 
 
@@ -237,60 +238,39 @@ def run_recomputed(
         kwargs: of the function.
         number: of the call, if ``wrap.calls`` counts them.
     """
-    call = _Call(block, wrap, function, args, kwargs, number)
-    return checkpoint(call, *call.take_tensors(), use_reentrant=False, early_stop=not call.is_whole)
+    return _Call(block, wrap, function, number).forward(args, kwargs)
 
 
 class _Call:
-    """A forward of a block; the second call is its recomputation.
+    """A forward of a block, and its recomputation.
 
-    ``checkpoint`` gets all tensors by position, also those nested in the arguments: it guards only positional tensors
-    against in-place changes, and replays only their devices' random numbers. The first call gets the caller's
-    containers, so that a block can append to the caller's list; the recomputation gets copies.
+    Tensors nested in arguments are saved like those by position. The forward gets the caller's containers, so that a
+    block can append to the caller's list; the recomputation gets copies.
     """
 
-    def __init__(
-        self,
-        block: nn.Module,
-        wrap: Wrap,
-        original: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        number: Call | None = None,
-    ) -> None:
+    def __init__(self, block: nn.Module, wrap: Wrap, original: Callable[..., Any], number: Call | None = None) -> None:
         self.block, self.wrap, self.original, self.number = block, wrap, original, number
         self.verify, wrap.verify = wrap.verify and block not in _GATHERED_ON_USE, False
-        # a comparison or a count needs the recomputation to run to its end
-        counting = wrap.calls is not None and wrap.calls.counting
-        self.is_whole = self.verify or (counting and block not in _GATHERED_ON_USE)
-        self.inputs: tuple[Any, Any] | None = (args, kwargs)
-        is_flat = not kwargs and all(isinstance(value, Tensor) for value in args)  # as most blocks are called
-        self.spec: Any = None
-        leaves: Sequence[Any] = args
-        if not is_flat:
-            leaves, self.spec = tree_flatten(self.inputs)
-        # the empty tensor tells torch the block's device even if no argument is a tensor
-        self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
-        self.tensors = [torch.empty(0, device=_device_of(block)), *compress(leaves, self.is_tensor)]
-        self.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        self.dtype = torch.get_default_dtype()
+        self.spec: Any = None  # None: all arguments are tensors by position, as most blocks are called
         # around the block's own operators only, not around those that compare its recomputation
-        contexts: Any = (nullcontext(), nullcontext()) if wrap.keep is None else wrap.keep.contexts()
-        self.keeping, self.using = contexts
+        self.keeping, self.using = (_NOTHING, _NOTHING) if wrap.keep is None else wrap.keep.contexts()
         self.host: _HostState | None = None  # from before the forward, if the forward changed it
 
-    def take_tensors(self) -> list[Tensor]:
-        """Return the tensors, and drop the references to them, so that ``checkpoint`` decides how long they live."""
-        tensors, self.tensors = self.tensors, []
-        return tensors
-
-    def __call__(self, _: Tensor, *tensors: Tensor) -> Any:
-        if self.inputs is None:
-            return self.recompute(tensors)
-        (args, kwargs), self.inputs = self.inputs, None
+    def forward(self, args: Any, kwargs: Any) -> Any:
+        """Run the block; backward recomputes the tensors that it saves."""
+        tensors: Sequence[Any] = args
+        if kwargs or not all(isinstance(value, Tensor) for value in args):
+            leaves, self.spec = tree_flatten((args, kwargs))
+            self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
+            self.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+            tensors = list(compress(leaves, self.is_tensor))
+        self.state = ForwardState([tensor.device for tensor in tensors] or [_device_of(self.block)])
         before = _HostState(self.block) if self.wrap.host_state else None
         versions = [_version(tensor) for tensor in tensors] if self.verify else []
-        with self.keeping:
+        # a comparison or a count needs the recomputation to run to its end
+        counting = self.wrap.calls is not None and self.wrap.calls.counting
+        whole = self.verify or (counting and self.block not in _GATHERED_ON_USE)
+        with RecomputedTensors(self.recompute, tensors, whole, self.different), self.keeping:
             output = self.run(args, kwargs)
         self.host = before if before is not None and before != _HostState(self.block) else None
         if self.verify:
@@ -307,7 +287,7 @@ class _Call:
             return self.original(*args, **kwargs)
         return self.wrap.calls.counted(self.number, partial(self.original, *args, **kwargs), (args, kwargs))
 
-    def recompute(self, tensors: Iterable[Tensor]) -> Any:
+    def recompute(self, *tensors: Tensor) -> None:
         """Run the block again under the state of its forward, and compare the results if `verify` is set."""
         self.wrap.recomputed = True
         args: Any = tensors
@@ -316,16 +296,19 @@ class _Call:
             tensor, other = iter(tensors), iter(self.others)
             leaves = [next(tensor if is_tensor else other) for is_tensor in self.is_tensor]
             args, kwargs = tree_unflatten(leaves, self.spec)
-        with _settings(self.dtype, self.block, self.host), statistics_kept(self.block) as kept:
+        if self.wrap.statistics is None:
+            self.wrap.statistics = any(isinstance(module, _NormBase) for module in self.block.modules())
+        host = _NOTHING if self.host is None else self.host.again()
+        statistics = statistics_kept(self.block) if self.wrap.statistics else _NO_MODULES
+        with self.state, host, statistics as kept:
             if not self.verify:
                 with self.using:
-                    return self.run(args, kwargs)
+                    self.run(args, kwargs)
+                return
             buffers = [(m, name, b, b.clone()) for m, name, b in _buffers(self.block) if m not in kept]
             try:
                 with self.using:
                     output = self.run(args, kwargs)
-            except CheckpointError as error:
-                raise self.conflict("saves other tensors when it is computed again") from error
             except RuntimeError as error:
                 if self.wrap.keep is None or "mutated" not in str(error):
                     raise
@@ -340,7 +323,9 @@ class _Call:
         tolerance = 2e-2 if self.low_precision or any(t.dtype.itemsize < 4 for t in new) else 1e-3
         if len(new) != len(self.samples) or not all(map(_same, self.samples, new, [tolerance] * len(new))):
             raise self.conflict("gives another output when it is computed again")
-        return output
+
+    def different(self) -> ConflictError:
+        return self.conflict("saves other tensors when it is computed again")
 
     def conflict(self, what: str) -> ConflictError:
         if self.wrap.remedy:
@@ -380,6 +365,7 @@ class _HostState:
 
     def __init__(self, block: nn.Module) -> None:
         numpy = sys.modules.get("numpy")
+        self.block = block
         self.python = random.getstate()
         self.numpy = numpy.random.get_state() if numpy is not None else None
         self.attributes = [(module, _numbers(module)) for module in block.modules()]
@@ -405,6 +391,16 @@ class _HostState:
                 del vars(module)[name]
             vars(module).update(values)
 
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Set this state in a context."""
+        now = _HostState(self.block)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
 
 def _numbers(module: nn.Module) -> dict[str, int | float | bool]:
     return {name: value for name, value in vars(module).items() if type(value) in (int, float, bool)}
@@ -412,21 +408,6 @@ def _numbers(module: nn.Module) -> dict[str, int | float | bool]:
 
 def _numpy_key(state: Any) -> Any:
     return state and (state[1].tobytes(), *state[2:])
-
-
-@contextmanager
-def _settings(dtype: torch.dtype, block: nn.Module, host: _HostState | None) -> Iterator[None]:
-    """Set the default dtype, which ``bf16-true`` sets for forward only, and the state on the host."""
-    dtype_now, host_now = torch.get_default_dtype(), _HostState(block) if host is not None else None
-    torch.set_default_dtype(dtype)
-    if host is not None:
-        host.restore()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(dtype_now)
-        if host_now is not None:
-            host_now.restore()
 
 
 @contextmanager

@@ -345,19 +345,31 @@ class _Generator(NamedTuple):
     seed: Callable[[int], Any]
 
 
+_CPU = _Generator(
+    torch.default_generator.get_state, torch.default_generator.set_state, torch.default_generator.manual_seed
+)
+
+
 def _common_generators(device: torch.device) -> Iterator[_Generator]:
     """Yield the global random generators."""
-    yield _Generator(torch.get_rng_state, torch.set_rng_state, torch.default_generator.manual_seed)
+    yield from torch_generators([device])
     yield _Generator(random.getstate, random.setstate, random.seed)
-    if device.type in ("cuda", "xpu"):
-        back_end = getattr(torch, device.type)
-        get, put = partial(back_end.get_rng_state, device), partial(back_end.set_rng_state, device=device)
-        yield _Generator(get, put, back_end.manual_seed)
-    elif device.type == "mps":
-        yield _Generator(torch.mps.get_rng_state, torch.mps.set_rng_state, torch.mps.manual_seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         get = partial(numpy.random.get_state, legacy=False)
         yield _Generator(get, numpy.random.set_state, partial(_seed_numpys, numpy))
+
+
+def torch_generators(devices: Iterable[torch.device]) -> list[_Generator]:
+    """Return torch's global random generators, of the CPU and of devices."""
+    generators = [_CPU]
+    for device in devices:
+        if device.type in ("cuda", "xpu"):
+            back_end = getattr(torch, device.type)
+            get, put = partial(back_end.get_rng_state, device), partial(back_end.set_rng_state, device=device)
+            generators.append(_Generator(get, put, back_end.manual_seed))
+        elif device.type == "mps":
+            generators.append(_Generator(torch.mps.get_rng_state, torch.mps.set_rng_state, torch.mps.manual_seed))
+    return generators
 
 
 def _seed_numpys(numpy: Any, seed: int) -> None:

@@ -7,7 +7,6 @@ A part saves only its input, and backward computes each tile again, as TiledMLP 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_solo.errors import ConflictError, SoloError
+from lightning_solo.nn.forward_state import ForwardState
 from lightning_solo.nn.forwards import original_forward, record_of, replace_forward
 
 
@@ -131,7 +130,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
         rows = tensors[: len(tensors) - len(call.parameters)]
-        ctx.call, ctx.state = call, _State(rows)
+        ctx.call, ctx.state = call, ForwardState(row.device for row in rows)
         ctx.save_for_backward(*rows)  # not the weights: in recomputed blocks they would come back as other tensors
         return _in_tiles(call.original, rows, call.tiling.tile_tokens)
 
@@ -142,7 +141,7 @@ class _Tiled(torch.autograd.Function):
         parameters = call.parameters
         of_rows = [torch.empty_like(r) if n else None for r, n in zip(rows, needed, strict=False)]
         sums: list[Tensor | None] = [None] * len(parameters)
-        with ctx.state.again():
+        with ctx.state:
             for tile in _tiles(rows[0], call.tiling.tile_tokens):
                 inputs = [r[..., tile, :].detach().requires_grad_(n) for r, n in zip(rows, needed, strict=False)]
                 with torch.enable_grad():
@@ -182,32 +181,6 @@ def _add(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     if total is None:  # a copy: two parameters may have got the same tensor
         return part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
     return total.add_(part)
-
-
-class _State:
-    """The random numbers and autocast of a forward, for its repetition in backward."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        tensors = list(tensors)
-        self.device = tensors[0].device.type
-        self.host_numbers = torch.get_rng_state()
-        self.devices, self.device_numbers = get_device_states(*tensors)
-        self.autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {self.device, "cpu"}
-        ]
-        self.cache = torch.is_autocast_cache_enabled()
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Set this state in a context."""
-        kind = self.device if self.device != "cpu" else "cuda"
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(self.devices, device_type=kind))
-            torch.set_rng_state(self.host_numbers)
-            set_device_states(self.devices, self.device_numbers, device_type=kind)
-            for device, dtype, enabled in self.autocast:
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=self.cache))
-            yield
 
 
 def _check_rows(part: nn.Module, tiling: Tiling, original: Callable[..., Any], rows: list[Tensor]) -> None:

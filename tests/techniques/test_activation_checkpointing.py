@@ -737,13 +737,13 @@ def test_weight_averaging_gives_the_same_weights(make_trainer, kind, order):
 def test_the_batch_size_finder_measures_wrapped_blocks(make_trainer, monkeypatch):
     home, calls = lightning_pytorch, []
     data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
-    checkpoint = recomputation.checkpoint
+    run = recomputation.run_recomputed
 
-    def counted(function: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(args[1].shape[0])
-        return checkpoint(function, *args, **kwargs)
+    def counted(block: nn.Module, wrap: Wrap, function: Any, args: Any, *rest: Any) -> Any:
+        calls.append(len(args[0]))
+        return run(block, wrap, function, args, *rest)
 
-    monkeypatch.setattr(recomputation, "checkpoint", counted)
+    monkeypatch.setattr(recomputation, "run_recomputed", counted)
     module = regression(home, batch_size=2)
     type(module).train_dataloader = lambda self: DataLoader(data, batch_size=self.batch_size)
     type(module).val_dataloader = type(module).train_dataloader
