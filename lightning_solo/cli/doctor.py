@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import platform
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from lightning_solo.errors import CapabilityError, PresetError, SoloError
-from lightning_solo.machine import PACKAGES, cxx_compiler, host_memory, ninja_executable, nvidia_driver, versions
+from lightning_solo.machine import (
+    PACKAGES,
+    cxx_compiler,
+    host_memory,
+    is_private,
+    ninja_executable,
+    nvidia_driver,
+    versions,
+)
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.spelling import on_command_line
@@ -29,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
         return build()
     if arguments:
         raise PresetError(f"doctor takes --build or nothing, got {' '.join(arguments)!r}")
-    machine = {**dict.fromkeys(PACKAGES, "not installed"), **versions(), **hardware(), **tools()}
+    machine = {**dict.fromkeys(PACKAGES, "not installed"), **versions(), **hardware(), **tools(), **unsafe()}
     presets = {name: lacking(name) or "ready" for name in sorted(preset_files())}
     console = Console()
     console.print(terminal(table("", ("", " "), machine), (" ",), headings=False))
@@ -109,6 +119,24 @@ def tools() -> dict[str, str]:
         "ninja": ninja_executable() or "none: DeepSpeed's extensions need it; pip install ninja",
         "DeepSpeed's CPUAdam": state("cpu_adam"),
         "its disk I/O (NVMe)": state("async_io"),
+    }
+
+
+def unsafe() -> dict[str, str]:
+    """Return a line for each folder of compiled code, which processes run, into which other users may write."""
+    inductor = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")  # torch's own default
+    home = Path.home()
+    defaults = {
+        "TORCHINDUCTOR_CACHE_DIR": inductor,
+        "TRITON_CACHE_DIR": home / ".triton" / "cache",
+        "TORCH_EXTENSIONS_DIR": home / ".cache" / "torch_extensions",
+    }
+    folders = {variable: Path(os.environ.get(variable) or default) for variable, default in defaults.items()}
+    return {
+        f"unsafe: {variable}": f"other users may write into {folder}, whose files are run; write chmod -R go-w"
+        f" '{folder}' if it is yours and you trust its files, else {variable}=<a folder of yours>"
+        for variable, folder in folders.items()
+        if folder.is_dir() and not is_private(folder)
     }
 
 

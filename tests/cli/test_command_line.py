@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -287,6 +288,18 @@ def test_doctor_prints_the_version_of_cudnn(number: int | None, text: str, monke
 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
     assert doctor.cudnn_version() == text
+
+
+@pytest.mark.parametrize("variable", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"])
+@pytest.mark.row(86)
+def test_doctor_names_folders_of_code_that_others_may_write_into(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, str(tmp_path))
+    tmp_path.chmod(0o777)
+    assert re.search(mentions(str(tmp_path), "go-w", f"{variable}=<"), doctor.unsafe()[f"unsafe: {variable}"])
+    tmp_path.chmod(0o755)
+    assert f"unsafe: {variable}" not in doctor.unsafe()
 
 
 @pytest.mark.gpu

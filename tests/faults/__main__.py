@@ -64,7 +64,7 @@ def main() -> int:
     """Run the parts; return 1 if a fault was not survived."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--trials", type=int, default=200, help="killed processes by way, file system and moments")
+    parser.add_argument("--trials", type=int, default=250, help="killed processes by way, file system and moments")
     parser.add_argument("--write", type=Path)
     options = parser.parse_args()
     result = json.loads(options.write.read_text()) if options.write and options.write.exists() else {}
