@@ -87,6 +87,10 @@ class Rollback:
             for generator, state in zip(self._generators, self._states, strict=True):
                 generator.put(state)
 
+    def saved(self) -> dict[str, Any]:
+        """Return the values of the last `save` that may have changed since, by path, without restoring them."""
+        return {str(place): value for values in self._values for place, value in values.saved()}
+
     def seed(self, seed: int) -> None:
         """Seed all random generators that `restore` restores."""
         for generator in self._generators:
@@ -298,6 +302,16 @@ class _Values:
         numbers = {*map(id, changed)}  # equality of two places would compare all values of their owners
         self._changing = self._changing + changed
         self._take_as_constant([place for place in self._constant if id(place) not in numbers])
+
+    def saved(self) -> Iterator[tuple[_Place, Any]]:
+        """Yield the places that may have changed, each with its saved value."""
+        copies: dict[int, Any] = {
+            id(tensor): copy for pair in self._groups.values() for tensor, copy in zip(*pair, strict=True)
+        }
+        copies |= {id(value): items for value, items in self._lists}
+        for place, value in zip(self._changing, self._values, strict=True):
+            if value is not _ABSENT:
+                yield place, copies.get(id(value), value)
 
     def restore(self) -> None:
         if self._saves == 1:

@@ -801,7 +801,10 @@ def _end_batch(trainer: Any) -> None:
 
 
 def logged_values(trainer: Any) -> dict[str, Any]:
-    """Return what Lightning has of `self.log` in this epoch, and the metrics that callbacks see, as plain data."""
+    """Return what Lightning has of `self.log` in this epoch, and the metrics that callbacks see, as plain data.
+
+    Nothing is copied, since Lightning replaces these tensors and never changes them.
+    """
     connector = trainer._logger_connector
     results = []
     for key, metric in trainer.fit_loop.epoch_loop._results.items():
@@ -811,7 +814,7 @@ def logged_values(trainer: Any) -> dict[str, Any]:
         result |= {"sync": metric.meta.sync.should, "rank_zero_only": metric.meta.sync.rank_zero_only}
         result |= {"updates": metric._update_count}
         if metric.is_tensor:
-            result["values"] = {name: getattr(metric, name).clone() for name in metric._defaults}
+            result["values"] = {name: getattr(metric, name) for name in metric._defaults}
         results.append(result)
     shown = {name: dict(getattr(connector, f"_{name}_metrics")) for name in ("callback", "logged", "progress_bar")}
     return {"results": results, "first": connector._first_loop_iter, "fx": connector._current_fx, **shown}

@@ -11,11 +11,14 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
+from lightning_solo.errors import CheckpointError
 from lightning_solo.techniques.exact_resume.technique import ExactResume
 from tests.conftest import long
+from tests.messages import mentions
 
 Make = Callable[..., Any]
 ITEMS, BATCH, EPOCHS = 22, 4, 2
@@ -88,7 +91,8 @@ class Saves(L.Callback):
                 return
             path = self.folder / f"{len(self.saved)}-{hook}-{len(module.losses)}.ckpt"
             trainer.save_checkpoint(path)
-            self.saved.append((path, len(module.losses), len(module.means)))
+            repeats = hook in ("on_before_zero_grad", "on_before_backward", "on_after_backward")
+            self.saved.append((path, len(module.losses) - repeats, len(module.means)))
 
         return save
 
@@ -270,6 +274,46 @@ def test_samplers(make_trainer: Make, tmp_path: Path, sampler: str, workers: int
 
 def validation() -> Any:
     return DataLoader(Items(), 8)
+
+
+class StopError(Exception):
+    """Of a test's own hook."""
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
+)
+def test_within_a_batch(make_trainer: Make, tmp_path: Path, hook: str, accumulate: int) -> None:
+    if accumulate == 3 and hook == "on_after_backward":
+        with pytest.raises(CheckpointError, match=mentions("backward", "earlier", "~callback.exact_resume")):
+            check(make_trainer, tmp_path, shuffled("torch"), hook, accumulate_grad_batches=3)
+        return
+    check(make_trainer, tmp_path, shuffled("torch"), hook, accumulate_grad_batches=accumulate)
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"]
+)
+def test_an_error_within_a_step(make_trainer: Make, tmp_path: Path, hook: str) -> None:
+    class Fails(L.Callback):
+        pass
+
+    def fail(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            raise StopError
+
+    fails = Fails()
+    setattr(fails, hook, fail)
+    whole = fit(make_trainer, shuffled("torch"), ExactResume())
+    saves = ModelCheckpoint(tmp_path / "x", save_on_exception=True, every_n_epochs=9)
+    with pytest.raises(StopError):
+        fit(make_trainer, shuffled("torch"), ExactResume(), fails, saves, enable_checkpointing=True)
+    (path,) = (tmp_path / "x").glob("*.ckpt")
+    rest = fit(make_trainer, shuffled("torch"), ExactResume(), path=path)
+    assert rest[0].losses == whole[0].losses[4:]
+    assert rest[0].means == whole[0].means
+    assert_equal(whole, rest)
 
 
 HOOKS = {

@@ -13,6 +13,7 @@ from lightning_solo.data.loaders import Resumable
 from lightning_solo.data.prefetch import Prefetcher, prefetched
 from lightning_solo.data.replayed_loaders import REPLAYED, Replayed, is_stateful, replayed
 from lightning_solo.errors import CheckpointError
+from lightning_solo.nn.rollback import Rollback
 from lightning_solo.optim.window_gradients import gradients_of, set_gradients, warn_of_dropped_window
 from lightning_solo.random_states import get_states, global_sources, put_states
 from lightning_solo.seams import patches
@@ -20,7 +21,7 @@ from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.exact_resume.card import CARD, Settings
 
-KEYS = {"place", "hooks", "ahead", "random", "metrics", "logged", "loaders", "window"}
+KEYS = {"place", "hooks", "ahead", "random", "metrics", "logged", "loaders", "window", "spoilt"}
 
 
 class ExactResume(Technique, Settings):
@@ -38,7 +39,9 @@ class ExactResume(Technique, Settings):
     def _init_state(self) -> None:
         self._latest, self._ready = "before", 0
         self._hooks: Callable[[], list[str]] = list  # called at the end of an epoch or validation
-        self._states: dict[str, Any] | None = None  # random states and metrics at the latest place that is repeated
+        self._states: dict[str, Any] | None = None  # those at the latest place, if a resumed run repeats what follows
+        self._rollback: Rollback | None = None  # of buffers and metrics, to the start of the batch
+        self._stepped = self._has_backward = False  # in this batch
         self._resumed: dict[str, Any] | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -73,15 +76,48 @@ class ExactResume(Technique, Settings):
 
     # --- places ---
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note the steps of optimizers."""
+        assert self.ctx is not None
+        for optimizer in trainer.optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):
+                self.ctx.undo.callback(optimizer.register_step_post_hook(self._note_step).remove)
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
+
+    def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
+        """Note when gradients begin to change: after the hooks before backward."""
+        if loss.requires_grad:
+            loss.register_hook(self._note_backward)
+        return proceed(loss)
+
+    def _note_backward(self, _: Tensor) -> None:
+        self._has_backward = True
+
     def _at(self, place: str) -> None:
         assert self.ctx is not None
+        trainer = self.ctx.trainer
         self._latest = place
-        self._ready = patches.batches_fetched(self.ctx.trainer)
-        self._states = self._now() if place in ("epoch_start", "batch", "validation") else None
+        self._ready = patches.batches_fetched(trainer)
+        self._states = None
+        if place == "batch":
+            self._stepped = self._has_backward = False
+            self._rollback = self._rollback or Rollback(self.ctx.module, self.ctx.device)
+            self._rollback.save(random=False)
+            self._states = {"random": self._random(), "logged": patches.logged_values(trainer)}
+        elif place == "epoch_start":
+            self._states = {"random": self._random()}
+        elif place == "validation":
+            self._states = {"random": self._random(), "metrics": _metric_states(self.ctx.module)}
+
+    def _random(self) -> dict[str, Any]:
+        assert self.ctx is not None
+        return get_states(global_sources(self.ctx.device))
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """Keep the random states: Lightning restores them after the check."""
-        self._states = None if self.ctx is None else self._now()
+        self._states = None if self.ctx is None else {"random": self._random()}
 
     def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
         self._states = None
@@ -90,13 +126,6 @@ class ExactResume(Technique, Settings):
         """Note that what is saved by later callbacks, such as ModelCheckpoint, is saved after validation."""
         if self.ctx is not None and not trainer.sanity_checking:
             self._at("validated")
-
-    def _now(self) -> dict[str, Any]:
-        assert self.ctx is not None
-        return {
-            "random": get_states(global_sources(self.ctx.device)),
-            "metrics": _metric_states(self.ctx.module) if self._latest == "validation" else None,
-        }
 
     # --- saving ---
 
@@ -108,17 +137,28 @@ class ExactResume(Technique, Settings):
             return {**self._resumed, "ahead": 0}
         trainer = self.ctx.trainer
         place = patches.place_of(trainer, self._latest, self._ready)
-        repeated = self._states if place in ("before", "epoch_start", "batch", "batch_done") else None
-        now = repeated or self._now()
-        return {
+        state = {
             "place": place,
             "hooks": self._hooks(),
             "ahead": patches.fetched_ahead(trainer),
-            "random": now["random"],
-            "metrics": _metric_states(self.ctx.module) if now["metrics"] is None else now["metrics"],
             "logged": patches.logged_values(trainer),
             "window": self._open_window(place),
+            "spoilt": self._spoilt(place),
         }
+        repeated = place in ("before", "epoch_start", "batch", "batch_done") and self._states
+        return {"random": self._random(), "metrics": _metric_states(self.ctx.module), **state, **(repeated or {})}
+
+    def _spoilt(self, place: str) -> str | None:
+        """Return why no run can continue here; None if one can."""
+        assert self.ctx is not None
+        window = self.ctx.window
+        if place != "batch" or not (self._stepped or self._has_backward):
+            return None
+        if self._stepped or not window.gradients_stay:
+            return "within a step, after its optimizer has changed weights or gradients"
+        if not self.ctx.module.automatic_optimization or window.before(patches.batches_done(self.ctx.trainer)):
+            return "within a micro-batch, after its backward has changed the gradients of those before it"
+        return None
 
     def _open_window(self, place: str) -> dict[str, Any] | None:
         """Return the gradients of the window of micro-batches that is open, and its weights; None if none is."""
@@ -127,10 +167,12 @@ class ExactResume(Technique, Settings):
         automatic = self.ctx.module.automatic_optimization
         if place in (*patches.BETWEEN_EPOCHS, "epoch_end") or (automatic and window.is_last and place != "batch"):
             return None
-        if not window.gradients_saved or (automatic and window.before(patches.batches_done(trainer)) == 0):
+        if automatic and window.before(patches.batches_done(trainer)) == 0:
             return None
         return {
-            "gradients": gradients_of(trainer.optimizers),
+            # those of a varying window are saved by the technique that varies it
+            "gradients": gradients_of(trainer.optimizers) if window.gradients_saved and not window.varies else [],
+            "kept": window.gradients_saved,
             "held": window.held,
             "latest": window.latest,
             "stay": window.gradients_stay,
@@ -140,6 +182,8 @@ class ExactResume(Technique, Settings):
         """Keep the positions of loaders that another run would not understand apart from Lightning's."""
         states = patches.loader_states(checkpoint)
         own = checkpoint["callbacks"].get(self.state_key)
+        if own and own["place"] == "batch" and self._rollback is not None and self._resumed is None:
+            self._go_back(pl_module, checkpoint["state_dict"], own)
         if not states or not own:
             return
         ahead = own["ahead"]
@@ -158,6 +202,15 @@ class ExactResume(Technique, Settings):
                 others.append(state)
         own["loaders"] = loaders
         patches.set_loader_states(checkpoint, others)
+
+    def _go_back(self, module: Any, weights: dict[str, Any], own: dict[str, Any]) -> None:
+        """Save buffers and metrics as they were before this batch."""
+        assert self._rollback is not None
+        before = self._rollback.saved()
+        weights |= {
+            name: before[name].clone() for name, _ in module.named_buffers() if name in before and name in weights
+        }
+        own["metrics"] = _metric_states(module, before)
 
     # --- resuming ---
 
@@ -179,6 +232,11 @@ class ExactResume(Technique, Settings):
             raise CheckpointError(
                 f"callback.exact_resume: the checkpoint's state has the unknown keys {sorted({*state_dict} - KEYS)};"
                 " resume with the version that saved it, or write ~callback.exact_resume"
+            )
+        if state_dict and state_dict["spoilt"]:
+            raise CheckpointError(
+                f"callback.exact_resume: the checkpoint was saved {state_dict['spoilt']}, and no run can continue it to"
+                " the bit; resume from an earlier checkpoint, or write ~callback.exact_resume"
             )
         self._resumed = state_dict or None
 
@@ -206,24 +264,37 @@ class ExactResume(Technique, Settings):
 
     def _reopen(self, ctx: Run, saved: Mapping[str, Any]) -> None:
         """Restore the gradients of the open window."""
+        if not saved["kept"]:
+            raise CheckpointError(
+                "callback.exact_resume: the checkpoint was saved within an accumulation window, whose gradients the"
+                f" engine of {type(ctx.strategy).__name__} doesn't save; resume from a checkpoint that was saved after"
+                " an optimizer step (ModelCheckpoint(every_n_train_steps=...)), or write ~callback.exact_resume"
+            )
         if saved["stay"] != ctx.window.gradients_stay:
             warn_of_dropped_window()
             return
-        set_gradients(ctx.trainer.optimizers, saved["gradients"])
+        if saved["gradients"]:
+            set_gradients(ctx.trainer.optimizers, saved["gradients"])
         ctx.window.held, latest = saved["held"], saved["latest"]
         ctx.window.latest = None if latest is None else tuple(latest)
 
 
-def _metric_states(module: nn.Module) -> dict[str, Any]:
-    """Return the states of the metrics in a module, which its state dict usually leaves out."""
-    return {
-        path: {
-            "updates": metric._update_count,
-            "values": {name: _copied(getattr(metric, name)) for name in metric._defaults},
-        }
-        for path, metric in module.named_modules()
-        if isinstance(getattr(metric, "_defaults", None), dict) and vars(metric).get("_update_count")
-    }
+def _metric_states(module: nn.Module, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the states of the metrics in a module, which its state dict usually leaves out.
+
+    Args:
+        module: with the metrics.
+        before: earlier values that replace those of now, by path.
+    """
+    states = {}
+    for path, metric in module.named_modules():
+        if isinstance(getattr(metric, "_defaults", None), dict):
+            values = {name: getattr(metric, name) for name in (*metric._defaults, "_update_count")}
+            if before is not None:
+                values = {name: before.get(f"{path}.{name}", value) for name, value in values.items()}
+            if updates := values.pop("_update_count"):
+                states[path] = {"updates": updates, "values": {name: _copied(each) for name, each in values.items()}}
+    return states
 
 
 def _copied(value: Any) -> Any:
