@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_solo.data.loaders import Resumable
 from lightning_solo.data.replay import Replay, StatefulOrder, draws_at_once
 from lightning_solo.data.worker_states import KEPT
 from lightning_solo.errors import CheckpointError, ConflictError
+from lightning_solo.random_states import OwnSources
 
 REPLAYED = "replayed"
 """A key of a state of `Replayed`, and of no other loader's."""
@@ -198,11 +199,7 @@ class Replayed(Resumable):
         within = not record["ended"] and bool(record["order"])
         if within and record["done"] and not (self._has_order or self._saves_itself or self._fast_forward):
             what = type(self.dataset) if isinstance(self.dataset, IterableDataset) else type(self).__bases__[1]
-            raise CheckpointError(
-                f"the position in {what.__name__}, which determines the order itself, isn't known: write"
-                f" fast_forward=True (callback.exact_resume.fast_forward=true) to load and drop its first"
-                f" {record['done']} batches, or give it state_dict and load_state_dict"
-            )
+            raise unknown_position(what, record["done"])
         assert self.items is not None
         self.items.load(record["items"], within=within)
         self._to_resume = record if within or record["ended"] else None
@@ -238,6 +235,81 @@ class _Remaining(Iterator[Any]):
 def _raising(error: Exception) -> Iterator[Any]:
     raise error
     yield
+
+
+def unknown_position(what: type[Any], done: int) -> CheckpointError:
+    """Return the error for a position in an iterable of a class, after a number of batches."""
+    return CheckpointError(
+        f"the position in {what.__name__}, which determines the order itself, isn't known: write fast_forward=True"
+        f" (callback.exact_resume.fast_forward=true) to load and drop its first {done} batches, or give it state_dict"
+        " and load_state_dict"
+    )
+
+
+class ReplayedIterable:
+    """An iterable of batches that is no DataLoader, and resumes within an epoch by dropping the first batches.
+
+    Other attributes are the iterable's. A sequence is resumed without ``fast_forward``.
+
+    Args:
+        loader: the iterable.
+        fast_forward: whether batches may be loaded and dropped.
+        batches_used: batches of an epoch that are used.
+    """
+
+    def __init__(self, loader: Any, fast_forward: bool, batches_used: float) -> None:
+        self.loader = loader
+        self._may_drop = fast_forward or isinstance(loader, Sequence)
+        self._batches_used = batches_used
+        self._done, self._ended = 0, False
+        self._replay: Replay | None = None
+        self._to_resume: Mapping[str, Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader" or name.startswith("__"):  # during a copy, for example
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        resumed, self._to_resume = self._to_resume, None
+        self._done = 0 if resumed is None else resumed["done"]
+        self._ended = resumed is not None and resumed["ended"]
+        if self._ended:
+            return iter(())
+        record, random = None if resumed is None else resumed["order"], OwnSources(loader=self.loader)
+        make, name = functools.partial(iter, self.loader), type(self.loader).__name__
+        self._replay = Replay(make, random, name, record, self._done, digests=False)
+        return self._batches(self._replay)
+
+    def _batches(self, replay: Replay) -> Iterator[Any]:
+        for batch in replay:
+            self._done += 1
+            yield batch
+        self._ended = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions before and after the latest batch."""
+        if self._to_resume is not None:  # not iterated since
+            return {REPLAYED: [self._to_resume]}
+        order = {} if self._replay is None else self._replay.state(self._done)
+        done = self._done
+        record = {"done": done, "ended": self._ended or done == self._batches_used, "order": order}
+        before = {"done": done - 1, "ended": False, "order": {**order, "drawn": done - 1}}
+        return {REPLAYED: [before, record] if done else [record]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the newest position of a state.
+
+        Raises:
+            CheckpointError: the position can't be reached.
+        """
+        record = state_dict[REPLAYED][-1]
+        if record["done"] and not record["ended"] and not self._may_drop:
+            raise unknown_position(type(self.loader), record["done"])
+        self._to_resume = record if record["ended"] or record["order"] else None
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import UserList
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from lightning_solo.errors import CheckpointError
 from lightning_solo.techniques.exact_resume.technique import ExactResume
@@ -274,6 +283,80 @@ def test_samplers(make_trainer: Make, tmp_path: Path, sampler: str, workers: int
 
 def validation() -> Any:
     return DataLoader(Items(), 8)
+
+
+class Stream(IterableDataset[Any]):
+    """Rows in the order of the worker, with noise."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(first, ITEMS, step):
+            yield Items(("torch", "numpy"))[index]
+
+
+class KeptStream(Stream):
+    """Saves its position itself."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < ITEMS:
+            self.position += 1
+            yield Items(("torch",))[self.position - 1]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Doubled(DataLoader[Any]):
+    """Returns each batch twice."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+    def __len__(self) -> int:
+        return 2 * super().__len__()
+
+
+def batches() -> list[Tensor]:
+    return [*DataLoader(Items(), BATCH)]
+
+
+UNORDERED: dict[str, tuple[str, Callable[[], Any]]] = {
+    "iterable": ("Stream", lambda: DataLoader(Stream(), BATCH)),
+    "iterable in workers": ("Stream", lambda: DataLoader(Stream(), BATCH, num_workers=2)),
+    "own iteration": ("Doubled", lambda: Doubled(Items(("torch",)), BATCH, shuffle=True)),
+    "no loader": ("dict_values", lambda: dict(enumerate(batches())).values()),
+}
+
+
+@pytest.mark.parametrize("kind", [long(kind) if "workers" in kind else kind for kind in UNORDERED])
+def test_data_that_determine_the_order_themselves(make_trainer: Make, tmp_path: Path, kind: str) -> None:
+    name, data = UNORDERED[kind]
+    saves = Saves(tmp_path, "on_train_batch_end")
+    whole = fit(make_trainer, data, ExactResume(), saves)
+    assert fit(make_trainer, data)[0].losses == whole[0].losses
+    for path, losses, _ in saves.saved:
+        if losses == 2:
+            with pytest.raises(CheckpointError, match=mentions(name, "fast_forward=True", "state_dict")):
+                fit(make_trainer, data, ExactResume(), path=path)
+        rest = fit(make_trainer, data, ExactResume(fast_forward=True), path=path)
+        assert rest[0].losses == whole[0].losses[losses:], path.name
+        assert_equal(whole, rest)
+
+
+@pytest.mark.parametrize(
+    "data", [lambda: UserList(batches()), lambda: DataLoader(KeptStream(), BATCH)], ids=["sequence", "stateful"]
+)
+def test_positions_that_are_known(make_trainer: Make, tmp_path: Path, data: Callable[[], Any]) -> None:
+    check(make_trainer, tmp_path, data, "on_train_batch_end")
 
 
 class StopError(Exception):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_solo.data.item_states import ItemStates
 from lightning_solo.data.loaders import Resumable
 from lightning_solo.data.prefetch import Prefetcher, prefetched
-from lightning_solo.data.replayed_loaders import REPLAYED, Replayed, is_stateful, replayed
+from lightning_solo.data.replayed_loaders import REPLAYED, Replayed, ReplayedIterable, is_stateful, replayed
 from lightning_solo.errors import CheckpointError
 from lightning_solo.nn.rollback import Rollback
 from lightning_solo.optim.window_gradients import gradients_of, set_gradients, warn_of_dropped_window
@@ -21,7 +21,7 @@ from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.exact_resume.card import CARD, Settings
 
-KEYS = {"place", "hooks", "ahead", "random", "metrics", "logged", "loaders", "window", "spoilt"}
+KEYS = {"place", "hooks", "ahead", "random", "metrics", "logged", "loaders", "window", "spoilt", "fetching"}
 
 
 class ExactResume(Technique, Settings):
@@ -40,6 +40,7 @@ class ExactResume(Technique, Settings):
         self._latest, self._ready = "before", 0
         self._hooks: Callable[[], list[str]] = list  # called at the end of an epoch or validation
         self._states: dict[str, Any] | None = None  # those at the latest place, if a resumed run repeats what follows
+        self._fetching: dict[str, Any] | None = None  # random states before the latest batch was fetched
         self._rollback: Rollback | None = None  # of buffers and metrics, to the start of the batch
         self._stepped = self._has_backward = False  # in this batch
         self._resumed: dict[str, Any] | None = None
@@ -71,7 +72,11 @@ class ExactResume(Technique, Settings):
         elif isinstance(loader, DataLoader) and (isinstance(loader, Replayed) or not is_stateful(loader)):
             used = patches.batches_used(ctx.trainer, loader)
             loader = replayed(loader, fast_forward=self.fast_forward, batches_used=used)
+        elif isinstance(loader, ReplayedIterable) or not is_stateful(loader):
+            inner = loader.loader if isinstance(loader, ReplayedIterable) else loader
+            loader = ReplayedIterable(inner, self.fast_forward, patches.batches_used(ctx.trainer, inner))
         patches.sampler_numbered(ctx.trainer, loader, ctx.home)
+        self._put_before_fetch()
         return loader
 
     # --- places ---
@@ -89,7 +94,7 @@ class ExactResume(Technique, Settings):
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
         """Note when gradients begin to change: after the hooks before backward."""
         if loss.requires_grad:
-            loss.register_hook(self._note_backward)
+            loss.register_hook(self._note_backward)  # type: ignore[no-untyped-call]
         return proceed(loss)
 
     def _note_backward(self, _: Tensor) -> None:
@@ -105,7 +110,8 @@ class ExactResume(Technique, Settings):
             self._stepped = self._has_backward = False
             self._rollback = self._rollback or Rollback(self.ctx.module, self.ctx.device)
             self._rollback.save(random=False)
-            self._states = {"random": self._random(), "logged": patches.logged_values(trainer)}
+            self._fetching = self._random()
+            self._states = {"random": self._fetching, "logged": patches.logged_values(trainer)}
         elif place == "epoch_start":
             self._states = {"random": self._random()}
         elif place == "validation":
@@ -140,7 +146,8 @@ class ExactResume(Technique, Settings):
         state = {
             "place": place,
             "hooks": self._hooks(),
-            "ahead": patches.fetched_ahead(trainer),
+            "ahead": (ahead := patches.fetched_ahead(trainer)),
+            "fetching": self._fetching if ahead and place != "batch" else None,
             "logged": patches.logged_values(trainer),
             "window": self._open_window(place),
             "spoilt": self._spoilt(place),
@@ -193,6 +200,8 @@ class ExactResume(Technique, Settings):
             mine = isinstance(state, Mapping) and REPLAYED in state
             if mine:
                 records = state[REPLAYED]
+                if ahead >= len(records) and records[0]["done"]:
+                    own["spoilt"] = own["spoilt"] or "within a batch of a loader without length"
                 state = {REPLAYED: [records[max(0, len(records) - 1 - ahead)]]}
             elif isinstance(state, Mapping) and isinstance(state.get("items"), list):
                 items = state["items"]
@@ -246,8 +255,13 @@ class ExactResume(Technique, Settings):
         resumed = self._resumed
         if resumed is None:
             return None
-        put_states(global_sources(self.ctx.device), resumed["random"])
+        self._put_before_fetch()
         return resumed["place"], resumed["hooks"]
+
+    def _put_before_fetch(self) -> None:
+        """Set the random states for a batch that Lightning fetches with the loader, if its length is unknown."""
+        if self._resumed is not None and self.ctx is not None:
+            put_states(global_sources(self.ctx.device), self._resumed["fetching"] or self._resumed["random"])
 
     def _restore(self) -> None:
         """Restore random states, metrics and logged values, after all hooks of the start."""
