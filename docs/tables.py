@@ -392,6 +392,23 @@ def finite_guard_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, command, explained)
 
 
+def exact_resume_table(result: dict[str, Any]) -> str:
+    """Return what a batch takes more with exact_resume, and how much larger a checkpoint is."""
+    rows = [
+        [
+            f"{row['workers']}, {'random' if row['draws'] else 'constant'}",
+            f"{row['plain_us'] / 1e3:.1f} ms",
+            f"{row['more_us']} µs ({row['quartiles_us'][0]} to {row['quartiles_us'][1]})",
+            f"{row['bytes'] / 1e3:.0f} kB",
+        ]
+        for row in result["rows"]
+    ]
+    heads = ["workers, items", "batch without it", "more with it (quartiles)", "more in a checkpoint"]
+    explained = f"CPU time of the training process, {result['pairs']} pairs of fits of {result['steps']} batches."
+    command = "python examples/measure_exact_resume.py --write examples/results/exact_resume_cpu.json"
+    return table(heads, rows) + note(result, command, explained)
+
+
 def checkpoints_table(result: dict[str, Any]) -> str:
     """Return what a save of a checkpoint takes, by the way it is saved."""
     rows = [[row["way"], f"{row['seconds']:.3f} s", f"{row['of_torch_save']:.2f} x"] for row in result["rows"]]
@@ -783,6 +800,7 @@ TABLES = {
     "host_optimizers_cpu.json": host_optimizers_table,
     "kernels.json": kernels_table,
     "prefetch_cpu.json": prefetch_table,
+    "exact_resume_cpu.json": exact_resume_table,
     "finite_guard_cpu.json": finite_guard_table,
     "checkpoints_cpu.json": checkpoints_table,
     "faults_cpu.json": faults_table,

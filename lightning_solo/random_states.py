@@ -15,6 +15,8 @@ from lightning_solo.errors import CheckpointError
 
 DEPTH = 6
 """Attributes of attributes that are searched for generators."""
+SEARCHES = 32
+"""Looks after which no new generators are expected."""
 ITEMS = 64
 """Items of a longer container aren't searched: it holds data."""
 
@@ -154,7 +156,7 @@ def _content(cell: Any) -> Any:
 
 
 class OwnSources:
-    """The generators in the attributes of objects, found anew each time: some are made with the first item.
+    """The generators in the attributes of objects, found anew in the first `SEARCHES`: some are made with an item.
 
     Args:
         roots: the objects, by name.
@@ -162,11 +164,20 @@ class OwnSources:
 
     def __init__(self, **roots: Any) -> None:
         self.roots = roots
+        self._searches = 0
+        self._latest: dict[str, Any] = {}
+
+    def _found(self) -> dict[str, Any]:
+        if self._searches < SEARCHES:
+            self._searches += 1
+            roots = self.roots.items()
+            self._latest = {path: each for name, root in roots for path, each in _search(root, name, DEPTH, set())}
+        return self._latest
 
     def get(self) -> dict[str, Any]:
         """Return the states as plain data, with the kinds of the generators."""
-        found = {path: each for name, root in self.roots.items() for path, each in _search(root, name, DEPTH, set())}
-        return {path: {"kind": _kind(each), "state": plain(source_of(each).get())} for path, each in found.items()}
+        found = self._found().items()
+        return {path: {"kind": _kind(each), "state": plain(source_of(each).get())} for path, each in found}
 
     def put(self, states: Mapping[str, Any], owner: str) -> None:
         """Set states, and make the generators that aren't there yet.
@@ -178,7 +189,7 @@ class OwnSources:
         Raises:
             CheckpointError: an object with a generator isn't there, or holds another kind of generator.
         """
-        found = {path: each for name, root in self.roots.items() for path, each in _search(root, name, DEPTH, set())}
+        found = self._found()
         for path, saved in states.items():
             generator = found.get(path) or self._made(path, saved["kind"])
             if generator is None or _kind(generator) != saved["kind"]:

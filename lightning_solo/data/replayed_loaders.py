@@ -241,8 +241,8 @@ def unknown_position(what: type[Any], done: int) -> CheckpointError:
     """Return the error for a position in an iterable of a class, after a number of batches."""
     return CheckpointError(
         f"the position in {what.__name__}, which determines the order itself, isn't known: write fast_forward=True"
-        f" (callback.exact_resume.fast_forward=true) to load and drop its first {done} batches, or give it state_dict"
-        " and load_state_dict"
+        f" (callback.exact_resume.fast_forward=true) to load and drop its first {done} batches, give it state_dict and"
+        " load_state_dict, or write ~callback.exact_resume to begin the epoch anew"
     )
 
 
