@@ -120,8 +120,8 @@ class Replay(Iterator[Any]):
         return CheckpointError(
             f"{self._name} doesn't return the same order again: its first {record['drawn']} batches differ from those"
             " that the saved run trained on. Resume with the same data set and arguments; if it draws from a generator"
-            " that isn't an attribute of it, make it one, or give it state_dict and load_state_dict; resume from the end of"
-            " an epoch; or write ~callback.exact_resume to begin the epoch anew"
+            " that isn't an attribute of it, make it one, or give it state_dict and load_state_dict; resume from the"
+            " end of an epoch; or write ~callback.exact_resume to begin the epoch anew"
         )
 
     def _next(self) -> Any:

@@ -593,6 +593,7 @@ def places(
         if (saved := resumed()) is not None:
             place, hooks.done = saved[0], [*saved[1]]
             _settle(trainer, place)
+            fit._restarting = epoch.restarting = True  # so that the loaders' positions are loaded
         with ExitStack() as stack:
             if place in AT_AN_END:  # it may be that of the run, which Lightning would leave out
                 steps.enter_context(replaced(epoch, "max_steps", -1))
@@ -603,8 +604,8 @@ def places(
         if place is None:
             at("start")
         if place in BETWEEN_EPOCHS:  # as a fit that goes on by itself
-            fit.restarting = False
             for loop in (fit, epoch, validation):
+                loop._restarting = False
                 loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
         runs["reset"]()
 
@@ -623,7 +624,7 @@ def places(
         nonlocal place
         steps.close()
         if place == "epoch_end":
-            fit._restarting = False
+            fit._restarting = epoch.restarting = False
         else:
             hooks.done = []
         place = None
@@ -789,8 +790,6 @@ def _settle(trainer: Any, place: str) -> None:
         batches.current.reset()
     if place in (*BETWEEN_EPOCHS, "batch", "between"):
         batches.is_last_batch = False
-    if place == "epoch_end":
-        epoch.restarting = False
 
 
 def _end_batch(trainer: Any) -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from lightning_solo.errors import CheckpointError
+from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.techniques.exact_resume.technique import ExactResume
 from tests.conftest import long
 from tests.messages import mentions
@@ -72,7 +72,7 @@ class Module(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.net(batch).square().mean()
         self.losses.append(loss.item())
-        self.log("loss", loss, on_epoch=True, on_step=True)
+        self.log("loss", loss, on_epoch=True, on_step=True, batch_size=len(batch))
         return loss
 
     def on_train_epoch_end(self) -> None:
@@ -107,7 +107,7 @@ class Saves(L.Callback):
 
 
 def fit(make_trainer: Make, data: Callable[[], Any], *callbacks: Any, path: Any = None, **arguments: Any) -> Any:
-    module = Module()
+    module = arguments.pop("module", Module)()
     validation = arguments.pop("validation", None)
     trainer = make_trainer(L, callbacks=[*callbacks], **{"max_epochs": EPOCHS, **arguments})
     torch.manual_seed(3)
@@ -420,3 +420,69 @@ HOOKS = {
 @pytest.mark.parametrize("hook", HOOKS)
 def test_places(make_trainer: Make, tmp_path: Path, hook: str, every: dict[str, Any]) -> None:
     check(make_trainer, tmp_path, shuffled("torch"), HOOKS[hook], validation=validation, only=[0, 2, 6, 9, 12], **every)
+
+
+def test_other_number_of_workers_is_refused_where_items_draw(make_trainer: Make, tmp_path: Path) -> None:
+    saves = Saves(tmp_path, "on_train_batch_end", only=[2, 6])
+    whole = fit(make_trainer, shuffled("torch"), ExactResume(), saves)
+    with pytest.raises(CheckpointError, match=mentions("num_workers=0", "here it is 1", "end of an epoch")):
+        fit(make_trainer, shuffled("torch", num_workers=1), ExactResume(), path=saves.saved[0][0])
+    fit(make_trainer, shuffled("torch", num_workers=1), ExactResume(), path=saves.saved[1][0])
+    saves = Saves(tmp_path, "on_train_batch_end", only=[2])
+    whole = fit(make_trainer, shuffled(), ExactResume(), saves)
+    assert_equal(whole, fit(make_trainer, shuffled(num_workers=1), ExactResume(), path=saves.saved[0][0]))
+
+
+def test_other_data_are_refused(make_trainer: Make, tmp_path: Path) -> None:
+    saves = Saves(tmp_path, "on_train_batch_end", only=[2])
+    fit(make_trainer, shuffled(), ExactResume(), saves)
+    with pytest.raises(CheckpointError, match=mentions("RandomSampler", "2 batches", "~callback.exact_resume")):
+        fit(make_trainer, lambda: DataLoader(Items(), 3, shuffle=True), ExactResume(), path=saves.saved[0][0])
+
+
+def test_batches_in_no_order_are_refused(make_trainer: Make) -> None:
+    with pytest.raises(ConflictError, match=mentions("in_order=False", "~callback.exact_resume")):
+        fit(make_trainer, shuffled(num_workers=2, in_order=False), ExactResume())
+
+
+def test_resumed_twice_and_beyond_the_end(make_trainer: Make, tmp_path: Path) -> None:
+    whole = fit(make_trainer, shuffled("torch", "own"), ExactResume(), max_epochs=3)
+    path, losses = None, []
+    for number, steps in enumerate((3, 6, 8, 13, 18)):  # within and at the end of an epoch
+        module, trainer = fit(
+            make_trainer, shuffled("torch", "own"), ExactResume(), path=path, max_steps=steps, max_epochs=3
+        )
+        path = tmp_path / f"{number}.ckpt"
+        losses += module.losses
+        if steps < 18:
+            trainer.save_checkpoint(path)  # after the fit
+    assert losses == whole[0].losses
+    assert_equal(whole, (module, trainer))
+
+
+def test_several_loaders(make_trainer: Make, tmp_path: Path) -> None:
+    class Both(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(torch.cat([each for each in batch if each is not None]), batch_idx)
+
+    def data() -> Any:
+        return [shuffled("torch")(), DataLoader(Items(("numpy",)), 8, sampler=Backwards())]
+
+    check(make_trainer, tmp_path, data, "on_train_batch_end", "on_train_epoch_end", module=Both)
+
+
+def test_plateau_and_step_schedulers(make_trainer: Make, tmp_path: Path) -> None:
+    class Scheduled(Module):
+        interval = "epoch"
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+            scheduler = {"scheduler": plateau, "monitor": "validation/loss", "interval": self.interval}
+            assert self.trainer.estimated_stepping_batches  # makes the loaders before the checkpoint is read
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    check(
+        make_trainer, tmp_path, shuffled("torch"), "on_train_batch_end", "on_validation_end", "on_train_epoch_end",
+        validation=validation, module=Scheduled, max_epochs=3, only=[2, 5, 6, 9, 12],
+    )  # fmt: skip

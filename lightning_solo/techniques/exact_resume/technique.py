@@ -44,6 +44,7 @@ class ExactResume(Technique, Settings):
         self._rollback: Rollback | None = None  # of buffers and metrics, to the start of the batch
         self._stepped = self._has_backward = False  # in this batch
         self._resumed: dict[str, Any] | None = None
+        self._kept: dict[str, Any] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Follow the places of a fit."""
@@ -55,6 +56,7 @@ class ExactResume(Technique, Settings):
         undo = self.ctx.undo
         self._hooks = undo.enter_context(patches.places(trainer, self._at, self._begin))
         undo.enter_context(patches.after_train_start(trainer.strategy, self._restore))
+        undo.callback(self._keep, self.ctx)  # first
 
     # --- loaders ---
 
@@ -136,42 +138,52 @@ class ExactResume(Technique, Settings):
     # --- saving ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Return random states, the place in the loops, logged values and metrics; nothing after the run."""
-        if self.ctx is None:
-            return {}
+        """Return random states, the place in the loops, logged values and metrics; after a run those of its end."""
+        return self._kept if self.ctx is None else self._state(self.ctx)
+
+    def _keep(self, ctx: Run) -> None:
+        """Keep the state of the run's end, for a checkpoint that is saved later."""
+        if self._latest == "before":
+            return
+        state = self._state(ctx)
+        if state["window"] is not None:
+            state |= {"window": None, "spoilt": "after a fit that failed within an accumulation window"}
+        self._kept = state
+
+    def _state(self, ctx: Run) -> dict[str, Any]:
         if self._resumed is not None:  # not restored yet
             return {**self._resumed, "ahead": 0}
-        trainer = self.ctx.trainer
+        trainer = ctx.trainer
         place = patches.place_of(trainer, self._latest, self._ready)
+        ahead = patches.fetched_ahead(trainer)
         state = {
+            "random": get_states(global_sources(ctx.device)),
+            "metrics": _metric_states(ctx.module),
             "place": place,
             "hooks": self._hooks(),
-            "ahead": (ahead := patches.fetched_ahead(trainer)),
+            "ahead": ahead,
             "fetching": self._fetching if ahead and place != "batch" else None,
             "logged": patches.logged_values(trainer),
-            "window": self._open_window(place),
-            "spoilt": self._spoilt(place),
+            "window": self._open_window(ctx, place),
+            "spoilt": self._spoilt(ctx, place),
         }
         repeated = place in ("before", "epoch_start", "batch", "batch_done") and self._states
-        return {"random": self._random(), "metrics": _metric_states(self.ctx.module), **state, **(repeated or {})}
+        return {**state, **(repeated or {})}
 
-    def _spoilt(self, place: str) -> str | None:
+    def _spoilt(self, ctx: Run, place: str) -> str | None:
         """Return why no run can continue here; None if one can."""
-        assert self.ctx is not None
-        window = self.ctx.window
         if place != "batch" or not (self._stepped or self._has_backward):
             return None
-        if self._stepped or not window.gradients_stay:
+        if self._stepped or not ctx.window.gradients_stay:
             return "within a step, after its optimizer has changed weights or gradients"
-        if not self.ctx.module.automatic_optimization or window.before(patches.batches_done(self.ctx.trainer)):
+        if not ctx.module.automatic_optimization or ctx.window.before(patches.batches_done(ctx.trainer)):
             return "within a micro-batch, after its backward has changed the gradients of those before it"
         return None
 
-    def _open_window(self, place: str) -> dict[str, Any] | None:
+    def _open_window(self, ctx: Run, place: str) -> dict[str, Any] | None:
         """Return the gradients of the window of micro-batches that is open, and its weights; None if none is."""
-        assert self.ctx is not None
-        trainer, window = self.ctx.trainer, self.ctx.window
-        automatic = self.ctx.module.automatic_optimization
+        trainer, window = ctx.trainer, ctx.window
+        automatic = ctx.module.automatic_optimization
         if place in (*patches.BETWEEN_EPOCHS, "epoch_end") or (automatic and window.is_last and place != "batch"):
             return None
         if automatic and window.before(patches.batches_done(trainer)) == 0:
