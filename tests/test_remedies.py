@@ -332,6 +332,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "cli/__init__.py": 1,
         "cli/command_line.py": 2,
         "cli/convert.py": 1,
+        "cli/doctor.py": 1,
         "cli/export.py": 2,
         "cli/hydra_section.py": 1,
         "cli/ladder_line.py": 1,

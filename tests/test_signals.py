@@ -45,7 +45,8 @@ def test_another_thread_records_no_signal() -> None:
         assert pool.submit(lambda: caught_signals().__enter__()).result() == []
 
 
-def test_second_request_to_end_is_passed_on() -> None:
+@pytest.mark.parametrize("handler", [signal.default_int_handler], indirect=True)
+def test_second_request_to_end_is_passed_on(handler: None) -> None:
     repeated: list[int] = []
     with caught_signals((signal.SIGUSR1, *STOPS), repeated.append) as signals:
         for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):

@@ -217,7 +217,7 @@ def test_the_comparison_changes_nothing_of_the_fit(
 
 @pytest.mark.parametrize("first", ["packing", "micro_batching"])
 def test_a_global_batch_counts_packed_rows_in_either_order(make_trainer: Make, first: str) -> None:
-    callbacks = [Packing(capacity=12, rows=2), MicroBatching(global_batch=4)]
+    callbacks = [Packing(capacity=12, rows=2), MicroBatching(global_batch=4, weight_by="tokens")]
     module = Module()
     trainer = fit(make_trainer, module, loader(), *(callbacks if first == "packing" else callbacks[::-1]))
     assert len(module.batches) == 4
