@@ -17,11 +17,15 @@ LOCK = ".lock"
 """File in a folder of checkpoints, locked by the run that writes them."""
 
 
-def lock(folder: Path) -> IO[str]:
+def lock(folder: Path, another: str = "ModelCheckpoint(dirpath=...)") -> IO[str]:
     """Lock a folder for this run, and remove what an earlier run left unfinished; return the locked file.
 
     The lock ends when the file is closed, however its process ends. Where the file system has no locks, a warning says
     so, and nothing is removed.
+
+    Args:
+        folder: is made if it is missing.
+        another: the argument that names another folder, for the message.
 
     Raises:
         CheckpointError: another run writes there; names its process and machine.
@@ -42,8 +46,7 @@ def lock(folder: Path) -> IO[str]:
         owner = file.read().strip() or "another process"
         file.close()
         raise CheckpointError(
-            f"{folder} is in use by {owner}: wait for that run, end it, or save to another folder, such as"
-            " ModelCheckpoint(dirpath=...)"
+            f"{folder} is in use by {owner}: wait for that run, end it, or save to another folder, such as {another}"
         )
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")

@@ -71,8 +71,8 @@ class _Hashed:
     def flush(self) -> None:
         self._file.flush()
 
-    @property
     def written(self) -> Written:
+        self._pool.submit(int).result()  # after all others
         return Written(self.size, self._hash.hexdigest())
 
 
@@ -99,19 +99,19 @@ def write(
         if path.is_dir() and not path.is_symlink():
             _set_aside(path)
         _require_space(path, tensor_bytes(checkpoint) + REST)
-        with whole_file(path, durable=sync) as new:
-            with new.open("xb") as file, ThreadPoolExecutor(1) as pool:
+        with whole_file(path, durable=sync) as new, ThreadPoolExecutor(1) as pool:
+            with new.open("xb") as file, _checksums():
                 hashed = _Hashed(file, pool, lasts=_is_on_host(checkpoint))
-                with _checksums():
-                    torch.save(checkpoint, cast(IO[bytes], hashed))
-            verify(new, hashed.size)
-            record(hashed.written)
+                torch.save(checkpoint, cast(IO[bytes], hashed))
+            verify(new, hashed.size)  # while the thread hashes the rest
+            written = hashed.written()
+            record(written)
     except (OSError, RuntimeError) as error:
         cause = error if hashed is None or hashed.error is None else hashed.error
         if isinstance(error, CheckpointError) or not isinstance(cause, OSError):
             raise
         raise CheckpointError(_cannot_be_written(path, cause, tensor_bytes(checkpoint) + REST)) from cause
-    return hashed.written
+    return written
 
 
 @contextmanager

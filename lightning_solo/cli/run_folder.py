@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.atomic_files import write_json
 from lightning_solo.checkpoint.damage import LAST
+from lightning_solo.checkpoint.lock import lock
 from lightning_solo.checkpoint.manifest import latest_checkpoint
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.machine import VERSIONS, versions
@@ -28,21 +30,36 @@ FREE_TO_CHANGE = (
 
 
 class RunFolder:
-    """``config.yaml``, ``versions.json``, ``checkpoints/last.ckpt`` and the logs of one run."""
+    """``config.yaml``, ``versions.json``, ``checkpoints/last.ckpt`` and the logs of one run.
+
+    As a context manager it is locked from `open` on, so that no second command writes there.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.last = path / LAST
         self.config = path / "config.yaml"
+        self._lock = ExitStack()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
 
     def open(self, cfg: DictConfig) -> str | None:
         """Return the checkpoint to resume from; or write configuration and versions, and return None.
 
         Raises:
             PresetError: the folder can't be written.
-            CheckpointError: the folder has a run and ``resume=never``, or none of its checkpoints is valid.
+            CheckpointError: the folder has a run and ``resume=never``, or none of its checkpoints is valid; or another
+                process trains there.
             ConflictError: the run to resume has another configuration; lists every difference.
         """
+        try:
+            self._lock.enter_context(lock(self.path, "run=... or root=..."))
+        except OSError as error:
+            raise PresetError(f"root={cfg.root}: {self.path} can't be written: {error.strerror}") from error
         checkpoint = self._checkpoint(cfg)
         if checkpoint is None:
             self.write(cfg)

@@ -96,7 +96,11 @@ def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -
     checked = checked or check_config(cfg)
     if cfg.get("optimizer") and not checked.optimizer:
         cfg.optimizer = {}  # the model doesn't use the default
-    run_folder = RunFolder(folder)
+    with RunFolder(folder) as run_folder:
+        return _train(cfg, folder, checked, run_folder)
+
+
+def _train(cfg: DictConfig, folder: Path, checked: CheckedConfig, run_folder: RunFolder) -> float | None:
     checkpoint = run_folder.open(cfg)
     plan_checks: list[Any] = []
     if checked.solo.auto is not None:
@@ -106,6 +110,10 @@ def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -
     often = checked.trainer.get("log_every_n_steps") or 50  # like other logs; 0 means never
     watch = [] if checked.solo.has("throughput") else [load_class(built_in_cards()["throughput"])(every_n_steps=often)]
     safe = [name for name in fault_tolerance() if cfg.fault_tolerance and not checked.solo.has(name)]
+    for name in safe:
+        print(f"{name}: costs {built_in_cards()[name].costs}".replace("``", ""))
+    if safe:
+        print("fault_tolerance=false leaves these techniques out")
     callbacks = [*watch, *plan_checks, *(load_class(built_in_cards()[name])() for name in safe)]
     callbacks += checkpoint_callbacks(cfg, checked, run_folder)
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_solo.checkpoint.folders import refuse_changed
 from lightning_solo.errors import CheckpointError
 from lightning_solo.export.sources import ENGINE_STATES, read
 from lightning_solo.zero.deepspeed_internals import SAVED_MASTERS
@@ -28,6 +29,8 @@ def engine_weights(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: several processes saved it, or a file is damaged.
     """
+    for listed in (folder, folder.parent):
+        refuse_changed(listed)
     files = {pattern: sorted(folder.glob(pattern)) for pattern in (ENGINE_STATES, "*_optim_states.pt")}
     models, optimizers = files.values()
     if len(models) != 1 or len(optimizers) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import shlex
 import signal
@@ -20,7 +21,7 @@ from lightning_solo.cli.application import compose_application
 from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.cli.train import build_parts, csv_logger, first_batch
-from lightning_solo.errors import PresetError
+from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.presets.compose import compose
 from tests.cli.commands import call, environment, signalled
 from tests.messages import lines_with, mentions, nearest
@@ -38,7 +39,9 @@ def steps_of(folder: Path) -> int:
 
 def test_a_run_prints_its_result_and_folder(tmp_path: Path) -> None:
     output = train(tmp_path, *QUICK, "run=first", "solo=checkpointing")
+    assert lines_with(output, "safe_checkpoint", "costs", "hash")
     for words in (
+        "fault_tolerance=false",
         "validation/perplexity",
         "byte frequencies alone",
         "peak memory",
@@ -178,6 +181,22 @@ def test_the_metrics_of_a_resumed_run_continue_its_file(tmp_path: Path) -> None:
     rows = log(True, 2, loss=1.0, accuracy=0.5)
     assert [(row["step"], row["loss"], row["accuracy"]) for row in rows] == [("1", "3.0", ""), ("2", "1.0", "0.5")]
     assert [path.name for path in file.parent.iterdir()] == ["metrics.csv"]
+
+
+@pytest.mark.row(43)
+def test_second_command_in_a_run_is_refused_before_it_writes(tmp_path: Path) -> None:
+    cfg = compose_application(["run=first"])
+    with RunFolder(tmp_path) as first:
+        assert first.open(cfg) is None
+        written = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        assert tmp_path / "config.yaml" in written
+        cfg.seed = 5
+        with pytest.raises(CheckpointError, match=mentions("in use by", str(os.getpid()), "run=")):
+            RunFolder(tmp_path).open(cfg)
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == written
+    with RunFolder(tmp_path) as second:
+        second.open(cfg)
+    assert OmegaConf.load(tmp_path / "config.yaml").seed == 5
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from lightning_solo.checkpoint.folders import BESIDE
 from lightning_solo.checkpoint.lock import holds, lock
 from lightning_solo.checkpoint.manifest import Entry, append, difference, entries, require_valid
 from lightning_solo.checkpoint.plain import plain
@@ -113,6 +115,7 @@ class SafeIO:
             warnings.warn(f"{target} is kept: it is the last valid checkpoint in its folder", stacklevel=2)
             return
         self.before.remove_checkpoint(path)
+        shutil.rmtree(f"{target}{BESIDE}", ignore_errors=True)
 
     def teardown(self) -> None:
         """Wait for the thread that writes, and let other runs use the folders."""

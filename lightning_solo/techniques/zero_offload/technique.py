@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_solo.cards.card import resources
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.cards.settings import TechniqueSettings
+from lightning_solo.checkpoint.folders import BESIDE, whole_folder
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
@@ -404,14 +405,16 @@ class ZeroOffloadStrategy(Base, Settings):
                 stacklevel=2,
             )
             return
-        self._run.engine.save_checkpoint(
-            f"{filepath}.deepspeed", tag="checkpoint", exclude_frozen_parameters=self.exclude_frozen_parameters
-        )
+        with whole_folder(Path(f"{filepath}{BESIDE}")) as folder:
+            self._run.engine.save_checkpoint(
+                str(folder), tag="checkpoint", exclude_frozen_parameters=self.exclude_frozen_parameters
+            )
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a file and DeepSpeed's directory next to it."""
         super().remove_checkpoint(filepath)
-        shutil.rmtree(f"{filepath}.deepspeed", ignore_errors=True)
+        if not Path(filepath).exists():  # else it is kept
+            shutil.rmtree(f"{filepath}{BESIDE}", ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint of one file, saved under any strategy; ``weights_only`` is True by default.

@@ -1,0 +1,59 @@
+"""Checkpoints that are folders of files, as DeepSpeed's engine saves: whole or absent, and listed with hashes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_solo.atomic_files import read_json, sync, write_json
+from lightning_solo.checkpoint.writing import digest
+from lightning_solo.errors import CheckpointError
+
+BESIDE = ".deepspeed"
+"""Ending of the folder that DeepSpeed's engine saves beside a file."""
+HASHES = "sha256.json"
+"""File in a folder with the size and SHA-256 of each other file."""
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder in the same place, which gets the name ``path`` at a clean end.
+
+    Its files are then listed with their hashes, and on the disk. After an exception it is removed, and an existing
+    folder ``path`` is unchanged.
+    """
+    new = path.with_name(f".new-{os.getpid()}-{threading.get_ident()}")  # `lock` removes what a killed run leaves
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        files = sorted(file for file in new.rglob("*") if file.is_file())
+        for file in files:
+            sync(file)
+        write_json(new / HASHES, {file.relative_to(new).as_posix(): digest(file) for file in files})
+        for folder in (new, *(each for each in new.rglob("*") if each.is_dir())):
+            sync(folder)
+        before = path.rename(new.with_name(f"{new.name}0")) if path.exists() else None
+        new.rename(path)
+        sync(path.parent)
+        if before is not None:
+            shutil.rmtree(before)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def refuse_changed(folder: Path) -> None:
+    """Refuse a folder of which a file isn't as `whole_folder` listed it; leave folders without a list alone.
+
+    Raises:
+        CheckpointError: a file is missing or changed; names it.
+    """
+    for name, written in (read_json(folder / HASHES) or {}).items():
+        file = folder / name
+        if not file.is_file() or list(digest(file)) != written:
+            reason = "isn't as it was written" if file.is_file() else "is missing"
+            raise CheckpointError(f"{folder} is damaged ({name} {reason}); take another checkpoint")
