@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_solo.errors import ConflictError
-from lightning_solo.seams import patches
+from lightning_solo.seams import patches, resuming
 from lightning_solo.seams.run import Run
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _process_dataloader(run: Run, own: Own, dataloader: object) -> object:
     if run.trainer.training:
         for technique in run.having("loader"):
             loader = technique.loader(run, loader)
-        patches.loader_numbered(run.trainer, loader)
+        resuming.loader_numbered(run.trainer, loader)
     return loader
 
 
@@ -135,7 +135,7 @@ def _process_dataloader(run: Run, own: Own, dataloader: object) -> object:
 
 def _on_train_start(run: Run, own: Own) -> None:
     """Start the loaders at a checkpoint's position."""
-    patches.loaders_resumed(run.trainer)
+    resuming.loaders_resumed(run.trainer)
     own()
 
 

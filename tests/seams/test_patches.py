@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -16,10 +15,10 @@ import pytest
 import torch
 
 from lightning_solo.attributes import replaced
-from lightning_solo.seams import patches
+from lightning_solo.seams import patches, resuming
 from lightning_solo.seams.homes import part
 from lightning_solo.seams.strategy import AROUND
-from tests.modules import Resumable, loader, regression
+from tests.modules import loader, regression
 
 Make = Callable[..., Any]
 
@@ -247,39 +246,6 @@ def test_a_loss_for_itself_is_that_of_the_step_and_is_not_logged(home: ModuleTyp
     assert torch.equal(trainer.callback_metrics["loss"], losses[1].detach())
 
 
-def test_loaders_are_resumed_where_configure_optimizers_has_them_made(
-    home: ModuleType, make_trainer: Make, tmp_path: Path
-) -> None:
-    class Eager(Resumable):
-        def __iter__(self) -> Iterator[Any]:
-            iterator = super().__iter__()
-            return itertools.chain([next(iterator)], iterator)
-
-    class Half(home.Callback):  # type: ignore[name-defined,misc]
-        def __init__(self, resumes: bool) -> None:
-            self.resumes, self.seen = resumes, list[float]()
-
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            if self.resumes:
-                patches.loaders_resumed(trainer)
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.seen.append(float(batch[0].sum()))
-            if len(self.seen) == 2 and not self.resumes:
-                trainer.save_checkpoint(tmp_path / "half.ckpt")
-
-    def run(path: Any = None) -> list[float]:
-        module, half = regression(home), Half(path is not None)
-        stock = module.configure_optimizers
-        module.configure_optimizers = lambda: module.trainer.estimated_stepping_batches and stock()
-        trainer = make_trainer(home, callbacks=[half])
-        trainer.fit(module, Eager(list(loader(5))), ckpt_path=path, weights_only=path and True)
-        return half.seen
-
-    whole = run()
-    assert run(str(tmp_path / "half.ckpt")) == whole[2:]
-
-
 @pytest.mark.parametrize("factor", [1, 2])
 def test_micro_batches_of_automatic_optimization(home: ModuleType, make_trainer: Make, factor: int) -> None:
     calls: list[Any] = []
@@ -357,26 +323,6 @@ PATCHES = re.compile(
 )
 
 
-def test_a_run_goes_back_to_its_checkpoint(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
-    weights: list[Any] = []
-
-    class Back(home.Callback):  # type: ignore[name-defined,misc]
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            weights.append([p.clone() for p in pl_module.parameters()])
-            if batch_idx == 2:
-                trainer.save_checkpoint(tmp_path / "saved.ckpt")
-            if batch_idx == 5:
-                checkpoint = trainer.strategy.load_checkpoint(tmp_path / "saved.ckpt", weights_only=True)
-                assert patches.go_back(trainer, checkpoint) == 2
-                weights.append([p.clone() for p in pl_module.parameters()])
-
-    trainer = make_trainer(home, callbacks=[Back()])
-    trainer.fit(regression(home), loader(7))
-    assert trainer.global_step == 2 + 2
-    assert all(torch.equal(*pair) for pair in zip(weights[6], weights[2], strict=True))
-    assert not all(torch.equal(*pair) for pair in zip(weights[6], weights[5], strict=True))
-
-
 def test_a_skipped_batch_steps_no_scheduler_and_is_not_counted(home: ModuleType, make_trainer: Make) -> None:
     trainer, module, skipped = make_trainer(home), regression(home), []
     loop, seen = trainer.fit_loop.epoch_loop, []
@@ -446,4 +392,4 @@ def test_a_scaler_unscales_again_after_a_step_that_was_left_out(home: ModuleType
 def test_nobody_else_patches_lightning() -> None:
     package = Path(patches.__file__).parents[1]
     found = {path for path in package.rglob("*.py") if PATCHES.search(path.read_text(encoding="utf-8"))}
-    assert found == {Path(patches.__file__)}
+    assert found == {Path(patches.__file__), Path(resuming.__file__)}

@@ -21,7 +21,7 @@ from lightning_solo.optim.noise_scale import NoiseScale, squared_norm
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.window_gradients import gradients_of as window_gradients
 from lightning_solo.optim.window_gradients import set_gradients, warn_of_dropped_window
-from lightning_solo.seams import patches
+from lightning_solo.seams import patches, resuming
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.accumulation_schedule.card import CARD, Settings
@@ -238,7 +238,7 @@ class AccumulationSchedule(Technique, Settings):
     @property
     def _window_is_open(self) -> bool:
         """Whether the window's optimizer step is still to come."""
-        return not self._ctx.window.is_last or patches.batch_within(self._ctx.trainer) is not None
+        return not self._ctx.window.is_last or resuming.batch_within(self._ctx.trainer) is not None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a checkpoint; the window's gradients are restored at the start of training.

@@ -16,7 +16,7 @@ from lightning_solo.errors import CheckpointError
 from lightning_solo.nn.rollback import Rollback
 from lightning_solo.optim.window_gradients import gradients_of, set_gradients, warn_of_dropped_window
 from lightning_solo.random_states import get_states, global_sources, put_states
-from lightning_solo.seams import patches
+from lightning_solo.seams import resuming
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.exact_resume.card import CARD, Settings
@@ -54,8 +54,8 @@ class ExactResume(Technique, Settings):
         assert self.ctx is not None
         self._init_state()
         undo = self.ctx.undo
-        self._hooks = undo.enter_context(patches.places(trainer, self._at, self._begin))
-        undo.enter_context(patches.after_train_start(trainer.strategy, self._restore))
+        self._hooks = undo.enter_context(resuming.places(trainer, self._at, self._begin))
+        undo.enter_context(resuming.after_train_start(trainer.strategy, self._restore))
         undo.callback(self._keep, self.ctx)  # first
 
     # --- loaders ---
@@ -72,12 +72,12 @@ class ExactResume(Technique, Settings):
         if isinstance(loader, Resumable) and not isinstance(loader, Replayed):
             loader.items = ItemStates(loader)
         elif isinstance(loader, DataLoader) and (isinstance(loader, Replayed) or not is_stateful(loader)):
-            used = patches.batches_used(ctx.trainer, loader)
+            used = resuming.batches_used(ctx.trainer, loader)
             loader = replayed(loader, fast_forward=self.fast_forward, batches_used=used)
         elif isinstance(loader, ReplayedIterable) or not is_stateful(loader):
             inner = loader.loader if isinstance(loader, ReplayedIterable) else loader
-            loader = ReplayedIterable(inner, self.fast_forward, patches.batches_used(ctx.trainer, inner))
-        patches.sampler_numbered(ctx.trainer, loader, ctx.home)
+            loader = ReplayedIterable(inner, self.fast_forward, resuming.batches_used(ctx.trainer, inner))
+        resuming.sampler_numbered(ctx.trainer, loader, ctx.home)
         self._put_before_fetch()
         return loader
 
@@ -106,14 +106,14 @@ class ExactResume(Technique, Settings):
         assert self.ctx is not None
         trainer = self.ctx.trainer
         self._latest = place
-        self._ready = patches.batches_fetched(trainer)
+        self._ready = resuming.batches_fetched(trainer)
         self._states = None
         if place == "batch":
             self._stepped = self._has_backward = False
             self._rollback = self._rollback or Rollback(self.ctx.module, self.ctx.device)
             self._rollback.save(random=False)
             self._fetching = self._random()
-            self._states = {"random": self._fetching, "logged": patches.logged_values(trainer)}
+            self._states = {"random": self._fetching, "logged": resuming.logged_values(trainer)}
         elif place == "epoch_start":
             self._states = {"random": self._random()}
         elif place == "validation":
@@ -154,8 +154,8 @@ class ExactResume(Technique, Settings):
         if self._resumed is not None:  # not restored yet
             return {**self._resumed, "ahead": 0}
         trainer = ctx.trainer
-        place = patches.place_of(trainer, self._latest, self._ready)
-        ahead = patches.fetched_ahead(trainer)
+        place = resuming.place_of(trainer, self._latest, self._ready)
+        ahead = resuming.fetched_ahead(trainer)
         state = {
             "random": get_states(global_sources(ctx.device)),
             "metrics": _metric_states(ctx.module),
@@ -163,7 +163,7 @@ class ExactResume(Technique, Settings):
             "hooks": self._hooks(),
             "ahead": ahead,
             "fetching": self._fetching if ahead and place != "batch" else None,
-            "logged": patches.logged_values(trainer),
+            "logged": resuming.logged_values(trainer),
             "window": self._open_window(ctx, place),
             "spoilt": self._spoilt(ctx, place),
         }
@@ -176,7 +176,7 @@ class ExactResume(Technique, Settings):
             return None
         if self._stepped or not ctx.window.gradients_stay:
             return "within a step, after its optimizer has changed weights or gradients"
-        if not ctx.module.automatic_optimization or ctx.window.before(patches.batches_done(ctx.trainer)):
+        if not ctx.module.automatic_optimization or ctx.window.before(resuming.batches_done(ctx.trainer)):
             return "within a micro-batch, after its backward has changed the gradients of those before it"
         return None
 
@@ -184,9 +184,9 @@ class ExactResume(Technique, Settings):
         """Return the gradients of the window of micro-batches that is open, and its weights; None if none is."""
         trainer, window = ctx.trainer, ctx.window
         automatic = ctx.module.automatic_optimization
-        if place in (*patches.BETWEEN_EPOCHS, "epoch_end") or (automatic and window.is_last and place != "batch"):
+        if place in (*resuming.BETWEEN_EPOCHS, "epoch_end") or (automatic and window.is_last and place != "batch"):
             return None
-        if automatic and window.before(patches.batches_done(trainer)) == 0:
+        if automatic and window.before(resuming.batches_done(trainer)) == 0:
             return None
         return {
             # those of a varying window are saved by the technique that varies it
@@ -199,7 +199,7 @@ class ExactResume(Technique, Settings):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the positions of loaders that another run would not understand apart from Lightning's."""
-        states = patches.loader_states(checkpoint)
+        states = resuming.loader_states(checkpoint)
         own = checkpoint["callbacks"].get(self.state_key)
         if own and own["place"] == "batch" and self._rollback is not None and self._resumed is None:
             self._go_back(pl_module, checkpoint["state_dict"], own)
@@ -222,7 +222,7 @@ class ExactResume(Technique, Settings):
             if not mine:
                 others.append(state)
         own["loaders"] = loaders
-        patches.set_loader_states(checkpoint, others)
+        resuming.set_loader_states(checkpoint, others)
 
     def _go_back(self, module: Any, weights: dict[str, Any], own: dict[str, Any]) -> None:
         """Save buffers and metrics as they were before this batch."""
@@ -240,8 +240,8 @@ class ExactResume(Technique, Settings):
         own = checkpoint.get("callbacks", {}).get(self.state_key)
         if not own or "loaders" not in own:
             return
-        others = iter(patches.loader_states(checkpoint) or [])
-        patches.set_loader_states(checkpoint, [state or next(others) for state in own["loaders"]])
+        others = iter(resuming.loader_states(checkpoint) or [])
+        resuming.set_loader_states(checkpoint, [state or next(others) for state in own["loaders"]])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until training starts.
@@ -282,7 +282,7 @@ class ExactResume(Technique, Settings):
         if resumed is None:
             return
         _set_metric_states(self.ctx.module, resumed["metrics"])
-        patches.values_logged(self.ctx.trainer, self.ctx.home, resumed["logged"], resumed["place"])
+        resuming.values_logged(self.ctx.trainer, self.ctx.home, resumed["logged"], resumed["place"])
         if resumed["window"] is not None:
             self._reopen(self.ctx, resumed["window"])
         if resumed["place"] != "before":

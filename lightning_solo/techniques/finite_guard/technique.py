@@ -24,7 +24,7 @@ from lightning_solo.nn.non_finite import explain
 from lightning_solo.nn.rollback import RandomStates, Rollback, attributes_kept
 from lightning_solo.optim.gradient_checks import found_non_finite
 from lightning_solo.optim.split_optimizer import SplitOptimizer
-from lightning_solo.seams import patches
+from lightning_solo.seams import patches, resuming
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.finite_guard.card import CARD, Settings
@@ -540,7 +540,7 @@ class FiniteGuard(Technique, Settings):
             except CheckpointError as error:
                 warnings.warn(f"FiniteGuard: {error}", stacklevel=2)
                 continue
-            steps = patches.go_back(ctx.trainer, checkpoint)
+            steps = resuming.go_back(ctx.trainer, checkpoint)
             for optimizer in optimizers:
                 optimizer.zero_grad()
             self._returns[str(path)] = returns + 1

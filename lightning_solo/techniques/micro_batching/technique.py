@@ -21,7 +21,7 @@ from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, l
 from lightning_solo.memory.attempts import attempt
 from lightning_solo.nn.rollback import Rollback, Unchanged
 from lightning_solo.optim.window_gradients import WindowGradients
-from lightning_solo.seams import patches
+from lightning_solo.seams import patches, resuming
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.micro_batching.card import CARD, Settings
@@ -377,7 +377,7 @@ class MicroBatching(Technique, Settings):
         """Return the learned sizes, and the batches that wait for the last batch of their step."""
         state: dict[str, Any] = dict(self._size.state())
         waits = [] if self._ran else self._window
-        if self.ctx is not None and (within := patches.batch_within(self.ctx.trainer)) is not None:
+        if self.ctx is not None and (within := resuming.batch_within(self.ctx.trainer)) is not None:
             waits = [waiting for waiting in self._window if waiting.batch_idx != within]  # that one is loaded again
         if waits:
             unknown = next((type(waiting.batch) for waiting in waits if not is_plain(waiting.batch)), None)
