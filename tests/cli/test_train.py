@@ -225,8 +225,13 @@ def test_a_run_resumes_by_name_and_only_with_its_configuration(tmp_path: Path) -
 
     with (folder / "checkpoints" / "last.ckpt").open("r+b") as file:
         file.truncate(1000)
-    damaged = train(tmp_path, *same, "trainer.max_steps=8", code=2)
-    assert "is damaged" in damaged
+    assert lines_with(train(tmp_path, *same, "trainer.max_steps=8"), "passed over last.ckpt", "step=6.ckpt")
+    assert steps_of(folder) == 8
+
+    for path in (folder / "checkpoints").glob("*.ckpt"):
+        path.write_bytes(path.read_bytes()[:1000])
+    damaged = train(tmp_path, *same, "trainer.max_steps=10", code=2)
+    assert "no valid checkpoint" in damaged
     assert "Traceback" not in damaged
 
 

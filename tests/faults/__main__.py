@@ -1,17 +1,20 @@
 """The exam of fault tolerance: `make faults`, which prints a table by row of faults and writes it as JSON.
 
+Each part runs in a process of its own, and its result is kept in a file. An interrupted exam continues after the last
+part that ended, unless the code has changed since.
+
 python -m tests.faults --write examples/results/faults_cpu.json --parts kills,files,rows
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import multiprocessing
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,63 +23,63 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from this_machine import machine, versions  # noqa: E402
 
-from tests.faults import file_faults, kill_loop, rows  # noqa: E402
+from lightning_solo.atomic_files import read_json, write_json, write_whole  # noqa: E402
+from tests.faults import rows  # noqa: E402
+from tests.faults.parts import all_parts  # noqa: E402
 
-SHARED_MEMORY = Path("/dev/shm")  # another file system than that of temporary files
-
-
-def kills(trials: int) -> dict[str, Any]:
-    """Return what came of killed processes, by way, file system and moments."""
-    found = []
-    with tempfile.TemporaryDirectory() as disk:
-        for way in kill_loop.WAYS:
-            for name, place in (("disk", Path(disk)), ("shared memory", SHARED_MEMORY)):
-                for each in kill_loop.run(way, place, trials, seed=len(found)):
-                    found.append({**asdict(each), "folder": name})
-                    print(found[-1], flush=True)
-    return {"kills": found}
+KEPT = ROOT / "runs" / "faults.json"
+"""Results of the parts of an exam that hasn't ended."""
 
 
-def files(_: int) -> dict[str, Any]:
-    """Return what came of faults at every byte of a file."""
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("full", "full_stock", "damaged"):
-            (Path(folder) / name).mkdir()
-        found["full_disk"] = {
-            "ours": file_faults.full_disk(Path(folder, "full")),
-            "stock": file_faults.full_disk_of_stock(Path(folder, "full_stock")),
-        }
-        ours, stock = file_faults.damage_at_every_byte(Path(folder, "damaged")).values()
-        found["damage"] = {"ours": ours, "stock": stock}
-    print(found)
-    return found
+def code_hash() -> str:
+    """Return a hash of the package and its tests."""
+    found = hashlib.sha256()
+    for path in sorted(path for folder in ("lightning_solo", "tests", "conf") for path in (ROOT / folder).rglob("*")):
+        if path.suffix in (".py", ".yaml", ".cpp"):
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
-PARTS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "kills": kills,
-    "files": files,
-    "rows": lambda _: {"rows": rows.run(ROOT)},
-}
+def result_of(parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the exam's result of the results of its parts."""
+    values = {name: part["result"] for name, part in parts.items()}
+    result = {"kills": [each for name, found in values.items() if name.startswith("kills") for each in found]}
+    result |= values.get("files", {})
+    if "rows" in values:
+        result["rows"] = values["rows"]
+    result["seconds"] = {name: part["seconds"] for name, part in parts.items()}
+    return {**result, "hardware": machine(), "versions": versions(), "table": rows.report(result)}
 
 
 def main() -> int:
-    """Run the parts; return 1 if a fault was not survived."""
+    """Run the parts that have no result yet; return 1 if a fault was not survived."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default="kills,files,rows", help="beginnings of the names of parts")
     parser.add_argument("--trials", type=int, default=250, help="killed processes by way, file system and moments")
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", type=Path, help="file for the result, once all parts have one")
     options = parser.parse_args()
-    result = json.loads(options.write.read_text()) if options.write and options.write.exists() else {}
-    for part in options.parts.split(","):
+    same = {"code": code_hash(), "trials": options.trials}
+    kept = read_json(KEPT) or {}
+    if {name: kept.get(name) for name in same} != same:
+        kept = {**same, "parts": {}}
+    every = all_parts(ROOT, options.trials)
+    for name, part in every.items():
+        if name in kept["parts"] or not name.startswith(tuple(options.parts.split(","))):
+            continue
         started = time.monotonic()
-        result |= PARTS[part](options.trials)
-        result.setdefault("seconds", {})[part] = time.monotonic() - started
-        result |= {"hardware": machine(), "versions": versions()}
-        result["table"] = rows.report(result)
-        if options.write:
-            options.write.write_text(json.dumps(result, indent=1, default=dict) + "\n", encoding="utf-8")
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = pool.submit(part).result()
+        kept["parts"][name] = {"result": found, "seconds": time.monotonic() - started}
+        write_json(KEPT, kept)
+        print(f"{name}: {kept['parts'][name]['seconds']:.0f} s", flush=True)
+    result = result_of(kept["parts"])
     print(rows.text(result["table"]))
+    if kept["parts"].keys() == every.keys():
+        if options.write:
+            write_whole(options.write, (json.dumps(result, indent=1, default=dict) + "\n").encode())
+        KEPT.unlink()
+    else:
+        print(f"without a result yet: {', '.join(name for name in every if name not in kept['parts'])}")
     return int(any(line["failed"] for line in result["table"]))
 
 

@@ -8,11 +8,12 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,40 +24,59 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import lightning_solo as solo
+from lightning_solo.checkpoint.folders import BESIDE, refuse_changed
 from lightning_solo.machine import versions
-from tests.faults.kills import FAILPOINTS, Child, Kill, at_random, trial
+from tests.faults import rows
+from tests.faults.kills import FAILPOINTS, Child, Kill, at_random, counted, trial
 from tests.modules import Stack, loader, regression
 
 STEPS = 24
 """Steps of the undisturbed run; a process is killed well before."""
+SAVES = 4
+"""Saves that a process begins before it is killed, at most and about."""
 POINTS = FAILPOINTS - {"write"}
 """Functions at which a process is killed; random moments are mostly within a write."""
-CALLS = 900
-"""Calls and returns of these in some three saves, those of threads that hash and read back among them."""
-STOCK_CALLS = 120
-"""The same of stock Lightning."""
-LONGEST_S = 0.6
-"""Seconds of some four saves on a busy machine, after which the last process is killed."""
-WAYS: dict[str, tuple[list[str], list[str]]] = {
-    "plain": (["baseline"], []),
-    "compact": (["compact"], []),
-    "asynchronous": (["baseline"], ["callback.safe_checkpoint.asynchronous=true"]),
-    "stock Lightning": ([], []),
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to save.
+
+    Attributes:
+        presets: of the run; none under stock Lightning.
+        overrides: of their settings.
+        share: of the trials of other ways.
+        forks_early: whether each process trains from the beginning, since threads of its engine don't survive a fork.
+    """
+
+    presets: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    share: float = 1.0
+    forks_early: bool = False
+
+
+ZERO = "strategy.allow_cpu=true", "strategy.pin_memory=false", "precision=32-true"
+STOCK = rows.STOCK_WAY
+WAYS = {
+    "plain": Way(("baseline",)),
+    "compact": Way(("compact",)),
+    "asynchronous": Way(("baseline",), ("callback.safe_checkpoint.asynchronous=true",)),
+    "ZeRO": Way(("zero_offload",), ZERO, 0.1, True),
+    "ZeRO with its engine's folder": Way(("zero_offload",), (*ZERO, "strategy.save_engine_directory=true"), 0.1, True),
+    STOCK: Way(),
 }
-"""Way to save -> presets and overrides."""
-STOCK = "stock Lightning"
 
 
 @dataclass
 class Killed:
-    """What came of killed saves.
+    """The results of killed saves.
 
     Attributes:
         way: how they saved; a key of `WAYS`.
         folder: where.
         moments: when they were killed: "failpoints" or "random".
         trials: processes that were killed.
-        saves: saves that returned, in all trials.
+        saves: number of saves that returned -> trials.
         unreadable: trials after which the newest file couldn't be read, though a save had returned.
         changed: trials after which it had another content than the undisturbed run has at its step.
         lost: trials after which it was older than the last save that returned.
@@ -67,11 +87,26 @@ class Killed:
     folder: str
     moments: str
     trials: int = 0
-    saves: int = 0
+    saves: dict[int, int] = field(default_factory=dict)
     unreadable: int = 0
     changed: int = 0
     lost: int = 0
     seconds: float = 0.0
+
+
+@dataclass
+class Undisturbed:
+    """The run that isn't killed.
+
+    Attributes:
+        hashes: step -> hash of its checkpoint.
+        calls: calls and returns of `POINTS` in each save.
+        seconds: of each save.
+    """
+
+    hashes: dict[int, str] = field(default_factory=dict)
+    calls: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
 
 
 def content_hash(checkpoint: dict[str, Any]) -> str:
@@ -84,10 +119,7 @@ def content_hash(checkpoint: dict[str, Any]) -> str:
 
 
 class Kills(Callback):
-    """Saves after each step in forked processes until they are killed; in the undisturbed run notes what it saves.
-
-    Processes are forked after the first step.
-    """
+    """Saves after each step in forked processes until they are killed."""
 
     def __init__(self, path: Path, kills: list[Kill], report: Killed, expected: dict[int, str]) -> None:
         self.path, self.kills, self.report, self.expected = path, kills, report, expected
@@ -99,13 +131,7 @@ class Kills(Callback):
         return {"trial": self.trial}
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if not self.kills:
-            trainer.save_checkpoint(self.path)
-            if self.asynchronous:
-                trainer.strategy.checkpoint_io.wait()
-            self.expected[trainer.global_step] = content_hash(load(self.path))
-            return
-        if trainer.global_step == 1 and self.child is None:
+        if self.child is None:
             trainer.should_stop = not self.try_all()
         if self.child is not None:
             if trainer.global_step == 1:
@@ -132,11 +158,13 @@ class Kills(Callback):
     def _look(self, saved: list[int]) -> None:
         report = self.report
         report.trials += 1
-        report.saves += len(saved)
+        report.saves[len(saved)] = report.saves.get(len(saved), 0) + 1
         try:
             path = newest(self.path, report.way)
             found = None if path is None else load(path)
-        except Exception:
+            refuse_changed(Path(f"{self.path}{BESIDE}"))
+        except Exception as error:
+            print(f"{report.way}, after {len(saved)} saves: {type(error).__name__}: {error}", file=sys.stderr)
             report.unreadable += 1
             self.path.unlink(missing_ok=True)  # the following trials begin anew
             return
@@ -146,6 +174,24 @@ class Kills(Callback):
         of_trial = next(state["trial"] for name, state in found["callbacks"].items() if name.startswith("Kills"))
         report.changed += content_hash(found) != self.expected[found["global_step"]]
         report.lost += bool(saved) and (of_trial, found["global_step"]) < (self.trial, saved[-1])
+
+
+class Noting(Callback):
+    """Saves after each step, and notes the content, the calls and the time of each save."""
+
+    child = None
+
+    def __init__(self, path: Path, notes: Undisturbed) -> None:
+        self.path, self.notes = path, notes
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        started = time.monotonic()
+        with counted(POINTS) as number:
+            trainer.save_checkpoint(self.path)
+            getattr(trainer.strategy.checkpoint_io, "wait", int)()
+        self.notes.seconds.append(time.monotonic() - started)
+        self.notes.calls += number
+        self.notes.hashes[trainer.global_step] = content_hash(load(self.path))
 
 
 def newest(path: Path, way: str) -> Path | None:
@@ -164,20 +210,20 @@ def load(path: Path) -> dict[str, Any]:
     return found
 
 
-def moments(way: str, kind: str, trials: int, longest_s: float, seed: int) -> list[Kill]:
-    """Return when to kill: numbers of failpoints, or after times, both drawn."""
+def moments(kind: str, trials: int, notes: Undisturbed, seed: int) -> list[Kill]:
+    """Return when to kill: numbers of failpoints, or after times, drawn from the first `SAVES` saves."""
     rng = random.Random(seed)
     if kind == "failpoints":
-        return [rng.randrange(STOCK_CALLS if way == STOCK else CALLS) for _ in range(trials)]
-    return [at_random(rng, longest_s) for _ in range(trials)]
+        return [rng.randrange(sum(notes.calls[:SAVES])) for _ in range(trials)]
+    return [at_random(rng, sum(notes.seconds[:SAVES])) for _ in range(trials)]
 
 
-def fit(way: str, callback: Kills) -> None:
+def fit(name: str, callback: Kills | Noting) -> None:
     """Train; processes that were forked end here."""
-    presets, overrides = WAYS[way]
+    way = WAYS[name]
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    if way != STOCK:
-        quiet |= solo.trainer_kwargs([*presets, "fault_tolerance"], overrides=overrides)
+    if name != STOCK:
+        quiet |= solo.trainer_kwargs([*way.presets, "fault_tolerance"], overrides=way.overrides)
     torch.manual_seed(0)
     module = regression(lightning.pytorch, Stack(blocks=2, width=64))
     try:
@@ -196,22 +242,26 @@ def fit(way: str, callback: Kills) -> None:
             os._exit(1)
 
 
-def undisturbed(way: str, path: Path) -> dict[int, str]:
-    """Return the hash of each step's checkpoint; the run is in a process of its own, and leaves nothing in this one."""
-    hashes = path.with_suffix(".json")
+def undisturbed(way: str, path: Path) -> Undisturbed:
+    """Return the notes of a run that isn't killed, in a process of its own, which leaves nothing in this one."""
+    file = path.with_suffix(".json")
     process = os.fork()
     if process == 0:
         status = 1
         try:
-            expected: dict[int, str] = {}
-            fit(way, Kills(path, [], Killed(way, "", ""), expected))
-            hashes.write_text(json.dumps(expected))
+            notes = Undisturbed()
+            fit(way, Noting(path, notes))
+            file.write_text(json.dumps(asdict(notes)))
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
     if os.waitpid(process, 0)[1]:
         raise RuntimeError(f"the undisturbed run of {way!r} failed")
-    return {int(step): text for step, text in json.loads(hashes.read_text()).items()}
+    notes = Undisturbed(**json.loads(file.read_text()))
+    notes.hashes = {int(step): text for step, text in notes.hashes.items()}
+    return notes
 
 
 def run(way: str, place: Path, trials: int, seed: int = 0) -> list[Killed]:
@@ -222,13 +272,15 @@ def run(way: str, place: Path, trials: int, seed: int = 0) -> list[Killed]:
     tempfile.tempdir = tempfile.mkdtemp()  # of stock Lightning, which leaves files there
     try:
         (folder / "whole").mkdir()
-        expected = undisturbed(way, folder / "whole" / "last.ckpt")
+        notes = undisturbed(way, folder / "whole" / "last.ckpt")
         for kind in ("failpoints", "random"):
             report = Killed(way, str(place), kind)
             path = folder / kind / "last.ckpt"
             path.parent.mkdir()
-            kills = Kills(path, moments(way, kind, trials, LONGEST_S, seed), report, expected)
-            fit(way, kills)
+            drawn = moments(kind, round(trials * WAYS[way].share), notes, seed)
+            kills = Kills(path, drawn, report, notes.hashes)
+            if not WAYS[way].forks_early or kills.try_all():
+                fit(way, kills)
             reports.append(report)
     finally:
         shutil.rmtree(folder)

@@ -9,7 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 FAILPOINTS = {"fsync", "replace", "rename", "unlink", "write", "flush", "flock", "open", "close", "mkdir", "ftruncate"}
@@ -40,15 +42,38 @@ def at_call(number: int, names: Set[str]) -> None:
     """
     left = number
 
-    def count(frame: Any, event: str, function: Any) -> None:
+    def spend() -> None:
         nonlocal left
-        if event in ("c_call", "c_return") and function.__name__ in names and not _is_of_text(function):
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.setprofile(count)
-    sys.setprofile(count)
+    _profile(names, spend)
+
+
+@contextmanager
+def counted(names: Set[str]) -> Iterator[list[int]]:
+    """Count calls and returns as `at_call` does; the list that is yielded has their number at the end."""
+    found = count(1)
+    number = [0]
+    _profile(names, lambda: next(found))
+    try:
+        yield number
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]  # as documented
+        number[0] = next(found) - 1
+
+
+def _profile(names: Set[str], act: Callable[[], object]) -> None:
+    """Call ``act`` before and after each C function of ``names``, in this thread and in those that begin later."""
+
+    def look(frame: Any, event: str, function: Any) -> None:
+        if event in ("c_call", "c_return") and function.__name__ in names and not _is_of_text(function):
+            act()
+
+    threading.setprofile(look)
+    sys.setprofile(look)
 
 
 def _is_of_text(function: Any) -> bool:

@@ -95,6 +95,9 @@ STOCK = {
 }
 """Row -> what stock Lightning 2.6.6 did when it was measured apart from this exam."""
 
+STOCK_WAY = "stock Lightning"
+"""Name of its way to save."""
+
 ID = re.compile(r"\brow (\d+)\b")
 
 
@@ -149,8 +152,8 @@ def report(result: dict[str, Any]) -> list[dict[str, Any]]:
         passed, failed = counts.get("passed", 0), counts.get("failed", 0)
         ours, trials = (f"{failed} failed" if failed else "passed") if passed + failed else "no test", passed + failed
         stock = f"{STOCK[row]}¹" if row in STOCK else ""
-        for more, bad, text, other in _measured(result, row):
-            trials, failed = trials + more, failed + bad
+        for more, wrong, text, other in _measured(result, row):
+            trials, failed = trials + more, failed + wrong
             ours, stock = text, other
         lines.append({"row": row, "fault": fault, "trials": trials, "ours": ours, "stock": stock, "failed": failed})
     return lines
@@ -162,8 +165,8 @@ def _measured(result: dict[str, Any], row: int) -> list[tuple[int, int, str, str
         kinds = {32: ("failpoints", "disk"), 33: ("random", "disk"), 34: (None, "shared memory")}
         moments, folder = kinds[row]
         found = [k for k in result["kills"] if moments in (None, k["moments"]) and k["folder"] == folder]
-        ours, stock = ([k for k in found if (k["way"] == "stock Lightning") == is_stock] for is_stock in (False, True))
-        return [(_sum(ours, "trials"), _bad(ours), _kills(ours), _kills(stock))]
+        ours, stock = ([k for k in found if (k["way"] == STOCK_WAY) == is_stock] for is_stock in (False, True))
+        return [(total(ours, "trials"), bad(ours), _kills(ours), _kills(stock))]
     if row == 35 and "full_disk" in result:
         ours, stock = result["full_disk"]["ours"], result["full_disk"]["stock"]
         words = [f"former file lost in {each['former file lost']:,} of {each['trials']:,}" for each in (ours, stock)]
@@ -175,18 +178,20 @@ def _measured(result: dict[str, Any], row: int) -> list[tuple[int, int, str, str
     return []
 
 
-def _sum(kills: list[dict[str, Any]], name: str) -> int:
+def total(kills: list[dict[str, Any]], name: str) -> int:
+    """Return the sum of a field of results of killed processes."""
     return sum(each[name] for each in kills)
 
 
-def _bad(kills: list[dict[str, Any]]) -> int:
-    return _sum(kills, "unreadable") + _sum(kills, "changed") + _sum(kills, "lost")
+def bad(kills: list[dict[str, Any]]) -> int:
+    """Return how many killed processes left a file that can't be read, of other content or too old."""
+    return total(kills, "unreadable") + total(kills, "changed") + total(kills, "lost")
 
 
 def _kills(kills: list[dict[str, Any]]) -> str:
     names = {"unreadable": "unreadable", "changed": "of other content", "lost": "older than the last save"}
-    counts = [f"{_sum(kills, name)} {words}" for name, words in names.items() if _sum(kills, name)]
-    return f"{' and '.join(counts) or '0 unreadable or old'} of {_sum(kills, 'trials'):,}"
+    counts = [f"{total(kills, name)} {words}" for name, words in names.items() if total(kills, name)]
+    return f"{' and '.join(counts) or '0 unreadable or old'} of {total(kills, 'trials'):,}"
 
 
 def _missed(damage: dict[str, int]) -> int:

@@ -169,6 +169,7 @@ def test_stock_run_differs_after_a_resume(make_trainer: Make, tmp_path: Path) ->
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("draws", [(), ("python", "numpy", "torch", "own")], ids=str)
+@pytest.mark.row(47, 48)
 def test_each_batch(make_trainer: Make, tmp_path: Path, draws: tuple[str, ...], accumulate: int) -> None:
     check(make_trainer, tmp_path, shuffled(*draws), "on_train_batch_end", accumulate_grad_batches=accumulate)
 
@@ -177,12 +178,14 @@ EVERY = range(99)
 
 
 @pytest.mark.parametrize(("workers", "only"), [(2, [3]), long(1, EVERY), long(2, EVERY), long(3, EVERY)])
+@pytest.mark.row(48)
 def test_workers_that_draw(make_trainer: Make, tmp_path: Path, workers: int, only: Container[int]) -> None:
     data = shuffled("python", "numpy", "torch", "own", num_workers=workers)
     check(make_trainer, tmp_path, data, "on_train_batch_end", only=only)
 
 
 @pytest.mark.parametrize("only", [[9], long(EVERY)], ids=["one", "every"])
+@pytest.mark.row(48)
 def test_persistent_workers_that_draw(make_trainer: Make, tmp_path: Path, only: Container[int]) -> None:
     data = shuffled("python", "numpy", "torch", "own", num_workers=2, persistent_workers=True)
     check(make_trainer, tmp_path, data, "on_train_batch_end", max_epochs=3, only=only)
@@ -338,6 +341,7 @@ UNORDERED: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("kind", [long(kind) if "workers" in kind else kind for kind in UNORDERED])
+@pytest.mark.row(51)
 def test_data_that_determine_the_order_themselves(make_trainer: Make, tmp_path: Path, kind: str) -> None:
     name, data = UNORDERED[kind]
     saves = Saves(tmp_path, "on_train_batch_end")
@@ -355,6 +359,7 @@ def test_data_that_determine_the_order_themselves(make_trainer: Make, tmp_path: 
 @pytest.mark.parametrize(
     "data", [lambda: UserList(batches()), lambda: DataLoader(KeptStream(), BATCH)], ids=["sequence", "stateful"]
 )
+@pytest.mark.row(51)
 def test_positions_that_are_known(make_trainer: Make, tmp_path: Path, data: Callable[[], Any]) -> None:
     check(make_trainer, tmp_path, data, "on_train_batch_end")
 
@@ -418,6 +423,7 @@ HOOKS = {
     ids=str,
 )
 @pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.row(47, 49)
 def test_places(make_trainer: Make, tmp_path: Path, hook: str, every: dict[str, Any]) -> None:
     check(make_trainer, tmp_path, shuffled("torch"), HOOKS[hook], validation=validation, only=[0, 2, 6, 9, 12], **every)
 
@@ -440,11 +446,13 @@ def test_other_data_are_refused(make_trainer: Make, tmp_path: Path) -> None:
         fit(make_trainer, lambda: DataLoader(Items(), 3, shuffle=True), ExactResume(), path=saves.saved[0][0])
 
 
+@pytest.mark.row(51)
 def test_batches_in_no_order_are_refused(make_trainer: Make) -> None:
     with pytest.raises(ConflictError, match=mentions("in_order=False", "~callback.exact_resume")):
         fit(make_trainer, shuffled(num_workers=2, in_order=False), ExactResume())
 
 
+@pytest.mark.row(47)
 def test_resumed_twice_and_beyond_the_end(make_trainer: Make, tmp_path: Path) -> None:
     whole = fit(make_trainer, shuffled("torch", "own"), ExactResume(), max_epochs=3)
     path, losses = None, []

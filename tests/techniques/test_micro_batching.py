@@ -507,13 +507,16 @@ def test_too_little_memory_in_validation_leaves_the_training_batch(make_trainer:
     technique, net = MicroBatching(check=False), plain()
     module = regression(L, net, loss=mean_of_squares)
 
-    def validation_step(batch: Any, batch_idx: int) -> None:
-        raise torch.OutOfMemoryError(OOM)
+    def validation_step(batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        if (batch_idx, dataloader_idx) == (2, 1):
+            raise torch.OutOfMemoryError(OOM)
 
     module.validation_step = validation_step
     before = technique.state_dict()
-    with pytest.raises(torch.OutOfMemoryError):
-        make_trainer(L, callbacks=[technique]).fit(module, loader(4, 8), loader(1, 8))
+    with pytest.raises(torch.OutOfMemoryError, match=mentions(OOM, "validation batch 2 of loader 1", "val_dataloader")):
+        make_trainer(L, callbacks=[technique], limit_val_batches=4).fit(
+            module, loader(4, 8), [loader(3, 8), loader(3, 8)]
+        )
     assert technique.retries == 0
     assert technique.state_dict() == before
 

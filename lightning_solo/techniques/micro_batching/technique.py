@@ -21,6 +21,7 @@ from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, l
 from lightning_solo.memory.attempts import attempt
 from lightning_solo.nn.rollback import Rollback, Unchanged
 from lightning_solo.optim.window_gradients import WindowGradients
+from lightning_solo.out_of_memory import is_out_of_memory
 from lightning_solo.seams import patches, resuming
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -67,6 +68,7 @@ class MicroBatching(Technique, Settings):
 
     def _init_state(self) -> None:
         self.retries = 0
+        self._validating = ""  # the validation batch that runs
         self._size = MicroBatchSize(None if self.micro_batch == "auto" else int(self.micro_batch))
         self._splitter = Splitter(self.batch_dim, self.split, self.weight_by)
         self._forget()
@@ -221,6 +223,28 @@ class MicroBatching(Technique, Settings):
             self._begin_window(zeroed=False)
 
     # --- a step ---
+
+    # --- validation ---
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._validating = f"validation batch {batch_idx} of loader {dataloader_idx}"
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
+        self._validating = ""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Name the validation batch that didn't fit in the text of its error."""
+        super().on_exception(trainer, pl_module, exception)
+        validating, self._validating = self._validating, ""
+        if validating and is_out_of_memory(exception):
+            exception.args = (
+                f"{exception} (in {validating}: callback.micro_batching splits training batches only; use a smaller"
+                " batch_size in val_dataloader)",
+            )
+
+    # --- the loss ---
 
     def loss(self, ctx: Run, proceed: Callable[..., Any]) -> Any:
         """Run all batches of a step together with its last one; earlier ones wait."""
