@@ -24,6 +24,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+import lightning_solo as solo
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.techniques.exact_resume.technique import ExactResume
 from tests.conftest import long
@@ -494,3 +495,62 @@ def test_plateau_and_step_schedulers(make_trainer: Make, tmp_path: Path) -> None
         make_trainer, tmp_path, shuffled("torch"), "on_train_batch_end", "on_validation_end", "on_train_epoch_end",
         validation=validation, module=Scheduled, max_epochs=3, only=[2, 5, 6, 9, 12],
     )  # fmt: skip
+
+
+TECHNIQUES: dict[str, Callable[[], list[Any]]] = {
+    "plain": list,
+    "gradient_release": lambda: [solo.GradientRelease()],
+    "compact_states": lambda: [solo.CompactStates(master_bits=32)],
+    "micro_batching": lambda: [solo.MicroBatching(micro_batch=2)],
+    "prefetch": lambda: [solo.Prefetch()],
+    "item_cache": lambda: [solo.ItemCache()],
+    "finite_guard": lambda: [solo.FiniteGuard()],
+}
+
+
+DRAWS = ("python", "numpy", "torch", "own")
+
+
+def combination(number: int) -> dict[str, Any]:
+    """Return the parts of a run and of its interruption, drawn by a number."""
+    draw = random.Random(number)
+    technique = draw.choice([*TECHNIQUES])
+    workers = draw.choice([0, 0, 0, 1, 2]) if technique != "prefetch" else 0
+    return {
+        "technique": technique,
+        "draws": () if technique in ("item_cache", "prefetch") else tuple(draw.sample(DRAWS, draw.randrange(5))),
+        "sampler": draw.choice([name for name in SAMPLERS if name != "items"]),
+        "loading": {"num_workers": workers, **({"persistent_workers": draw.random() < 0.3} if workers else {})},
+        "accumulate_grad_batches": draw.choice([1, 2, 3, 4]),
+        "precision": draw.choice(["32-true", "bf16-mixed"]),
+        "hook": draw.choice([*HOOKS.values(), "on_train_batch_end", "on_train_batch_end", "on_before_zero_grad"]),
+        "at": draw.randrange(1, 18),
+        "validation": {"validation": validation, "val_check_interval": draw.choice([2, 3, 1.0])},
+        "max_epochs": 3,
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(200))
+def test_combinations(make_trainer: Make, tmp_path: Path, number: int) -> None:
+    parts = combination(number)
+    technique, at, hook = TECHNIQUES[parts["technique"]], parts["at"], parts["hook"]
+    options = {name: parts[name] for name in ("accumulate_grad_batches", "precision", "max_epochs")}
+
+    def data() -> Any:
+        return DataLoader(Items(parts["draws"]), **parts["loading"], **SAMPLERS[parts["sampler"]]())
+
+    def run(*more: Any, **arguments: Any) -> Any:
+        callbacks = [*technique(), ExactResume(), *more]
+        return fit(make_trainer, data, *callbacks, **options, **parts["validation"], **arguments)
+
+    saves = Saves(tmp_path, hook, only=[*range(at, at + 6)])
+    whole = run(saves)
+    if not saves.saved:
+        saves.only = range(99)
+        whole = run(saves)
+    path, losses, means = saves.saved[0]
+    rest = run(path=path)
+    assert rest[0].losses == whole[0].losses[losses:], parts
+    assert rest[0].means == whole[0].means[means:], parts
+    assert_equal(whole, rest)
