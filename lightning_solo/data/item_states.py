@@ -79,7 +79,7 @@ class ItemStates:
         if running is not None:
             running._shutdown_workers()
             vars(loader)["_iterator"] = None
-        elif saved is not None and (done or stay):
+        elif saved is not None:
             self.workers.resumed(saved["workers"])
         elif not self._rotated:
             self.workers.forget()
@@ -104,7 +104,7 @@ class ItemStates:
 
         Args:
             states: of `saved`.
-            within: whether the iterator starts within an epoch.
+            within: whether the epoch's iterator had begun; its first batch may be still to come.
 
         Raises:
             CheckpointError: items draw random numbers, and the saved run had another number of workers.
@@ -117,7 +117,9 @@ class ItemStates:
                 f"{', or resume from the end of an epoch' if within else ''}"
             )
         if before != loader.num_workers:
-            states = {**states, "own": {}, "workers": {"base_seed": None, "states": {}}}
+            states = {**states, "own": {}}
+        if before != loader.num_workers or not (within or loader.persistent_workers):  # new workers draw a new seed
+            states = {**states, "workers": {"base_seed": None, "states": {}}}
         self._resumed = states
 
     def before_batch(self) -> None:

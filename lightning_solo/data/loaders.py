@@ -180,7 +180,7 @@ class Resumable(DataLoader[Any]):
         for _ in range(back):
             self._batches.step_back()
         if self.items is not None and items is not None:
-            self.items.load(items[-1], within=self._batches.start > 0)
+            self.items.load(items[-1], within=self._batches.start > 0 or back > 0)
 
 
 class _Remaining(Iterator[Any]):
