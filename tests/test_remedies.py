@@ -395,7 +395,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "techniques/low_precision_matmul/technique.py": 1,
         "techniques/micro_batching/card.py": 3,
         "techniques/micro_batching/global_batch.py": 1,
-        "techniques/micro_batching/technique.py": 1,
+        "techniques/micro_batching/technique.py": 2,
         "techniques/safe_checkpoint/card.py": 1,
         "techniques/throughput/card.py": 1,
         "techniques/zero_offload/card.py": 2,

@@ -411,9 +411,24 @@ def new_optimizers(module: Any, home: str) -> Any:
     return part(home, "core.optimizer")._init_optimizers_and_lr_schedulers(module)
 
 
-def empty_result(trainer: Any) -> Any:
-    """Return Lightning's result of a micro-batch without a loss."""
-    return trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls(None)
+def empty_result(trainer: Any, outputs: dict[str, Any] | None = None) -> Any:
+    """Return Lightning's result of a micro-batch without a loss; `on_train_batch_end` gets ``outputs``."""
+    result = trainer.fit_loop.epoch_loop.automatic_optimization.output_result_cls(None)
+    if outputs is not None:  # Lightning asks for them only if there is a loss
+        result.loss, result.asdict = float("nan"), lambda: outputs
+    return result
+
+
+def within_batch(precision: Any) -> Any:
+    """Leave `on_after_backward` out, since other parts of the batch follow; callbacks of this package have it."""
+
+    def post_backward(tensor: Any, module: Any) -> Any:
+        for callback in module.trainer.callbacks:
+            if type(callback).__module__.startswith("lightning_solo."):
+                callback.on_after_backward(module.trainer, module)
+        return tensor.detach()
+
+    return replaced(precision, "post_backward", post_backward)
 
 
 def on_device(trainer: Any, batch: Any) -> Any:

@@ -217,6 +217,14 @@ def test_vectors_stay_in_fp32_under_autocast(make_trainer: Make, precision: str)
     assert module.net[0].weight.dtype == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
 
 
+@pytest.mark.parametrize("form", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_weights_with_spectral_norm_stay_in_fp32_under_autocast(make_trainer: Make, form: Any) -> None:
+    module = regression(lightning.pytorch, nn.Sequential(nn.Linear(WIDTH, 8), form(nn.Linear(8, 8)), nn.Linear(8, 1)))
+    fit(make_trainer, CompactStates(), module=module, precision="bf16-mixed", max_steps=2)
+    kinds = [p.dtype for p in module.parameters() if p.dim() > 1]
+    assert kinds == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+
 # --- parity ---
 
 

@@ -389,6 +389,16 @@ def test_refusals_name_the_remedy(home: ModuleType, make_trainer: Make) -> None:
     remedies = "+callback=gradient_norm", "~callback.gradient_release"
     with pytest.warns(UserWarning, match=mentions("on_after_backward finds no .grad: ", *remedies)):
         fit(home, make_trainer, [GradientRelease()], reads)
+    halves = regression(home, net())
+
+    def backward(self: Any, loss: Any) -> None:
+        loss.backward()
+        for p in self.parameters():
+            assert p.grad is None
+
+    type(halves).backward = backward
+    with pytest.warns(UserWarning, match=mentions("backward finds no .grad: ", *remedies)):
+        fit(home, make_trainer, [GradientRelease()], halves)
 
 
 def test_callback_that_reads_gradients_is_named_and_another_is_not(home: ModuleType, make_trainer: Make) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -553,6 +555,86 @@ def test_batch_norm_is_refused_by_name_or_allowed(make_trainer: Make) -> None:
     with pytest.raises(ConflictError, match=mentions("net.3", "2 more")):
         trained(make_trainer, many, MicroBatching(2))
     trained(make_trainer, net, MicroBatching(2, batch_norm="ghost"))
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+@pytest.mark.parametrize("form", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_spectral_norm_is_refused_by_name_or_allowed(make_trainer: Make, form: Any) -> None:
+    net = nn.Sequential(nn.Linear(8, 4), form(nn.Linear(4, 4)), nn.Linear(4, 1))
+    with pytest.raises(ConflictError, match=mentions("spectral_norm (net.1)", "check=false")):
+        trained(make_trainer, net, MicroBatching(2))
+    trained(make_trainer, net, MicroBatching(2, check=False))
+    net[1].eval()
+    trained(make_trainer, net, MicroBatching(2))
+
+
+@pytest.mark.parametrize("accumulating", [{}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize("owner", ["module", "callback"])
+def test_hooks_that_change_gradients_run_once_per_batch(make_trainer: Make, owner: str, accumulating: Any) -> None:
+    def halve(module: nn.Module) -> None:
+        for p in module.parameters():
+            p.grad.mul_(0.5)
+        calls.append(1)
+
+    class Halves(L.Callback):
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            halve(pl_module)
+
+    runs = []
+    for technique in ([], [MicroBatching(3)]):
+        calls: list[int] = []
+        module = regression(L, plain(), loss=mean_of_squares)
+        if owner == "module":
+            module.on_after_backward = partial(halve, module)
+        hooks = [Halves()] if owner == "callback" else []
+        make_trainer(L, callbacks=[*hooks, *technique], **accumulating).fit(module, loader(4, 8))
+        assert len(calls) == 4
+        runs.append(module)
+    assert difference(*runs) < 1e-6
+
+
+def test_backward_that_changes_gradients_is_refused(make_trainer: Make) -> None:
+    module = regression(L, plain(), loss=mean_of_squares)
+
+    class Halves(type(module)):  # type: ignore[misc]
+        def backward(self, loss: Tensor) -> None:
+            loss.backward()
+            for p in self.parameters():
+                p.grad.mul_(0.5)
+
+    class Plain(type(module)):  # type: ignore[misc]
+        def backward(self, loss: Tensor) -> None:
+            with torch.autograd.set_grad_enabled(True):
+                loss.backward()
+
+    module.__class__ = Halves
+    with pytest.raises(ConflictError, match=mentions("Halves.backward", "on_after_backward", "~callback")):
+        make_trainer(L, callbacks=[MicroBatching(3)]).fit(module, loader(4, 8))
+    module.__class__ = Plain
+    make_trainer(L, callbacks=[MicroBatching(3)]).fit(module, loader(4, 8))
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters_are_named(make_trainer: Make, kind: str) -> None:
+    net = plain()
+    getattr(net.head.weight, kind)(lambda gradient: None)
+    with pytest.warns(UserWarning, match=mentions("net.head.weight", "once per micro-batch", "on_after_backward")):
+        trained(make_trainer, net, MicroBatching(3))
+
+
+def test_outputs_of_a_batch_that_waits_are_empty_and_name_the_remedy(make_trainer: Make) -> None:
+    class Reads(L.Callback):
+        def __init__(self, read: Any) -> None:
+            self.read, self.losses = read, []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+            self.losses.append(self.read(outputs))
+
+    with pytest.raises(ConflictError, match=re.escape("write outputs.get('loss')")):
+        trained(make_trainer, plain(), MicroBatching(global_batch=16), Reads(lambda outputs: outputs["loss"]))
+    reads = Reads(lambda outputs: outputs.get("loss"))
+    trained(make_trainer, plain(), MicroBatching(global_batch=16), reads)
+    assert [loss is None for loss in reads.losses] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(("wanted", "remedy"), [(20, "16 or 24"), (4, "8")])

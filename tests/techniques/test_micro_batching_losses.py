@@ -302,6 +302,56 @@ def test_a_name_that_embeds_nothing_is_refused(make_trainer: Make, embed: str, e
         fitted(make_trainer, Towers(), MicroBatching(4, embed=embed))
 
 
+class Feature(Towers):
+    """Its loss has a term of a feature inside the part that embeds, which a hook keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: list[Tensor] = []
+        self.image.blocks[0].register_forward_hook(lambda module, inputs, output: self.features.append(output))
+
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        self.rows.append(len(batch["x"]))
+        return {"a": self.image(batch["x"]), "b": self.text(batch["x"]), "feature": self.features.pop()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        embeddings = self.embed(batch)
+        return self.loss(embeddings) + embeddings["feature"].square().mean()
+
+
+class Kept(Feature):
+    def embed(self, batch: Any) -> dict[str, Tensor]:
+        embeddings = super().embed(batch)
+        self.feature = embeddings.pop("feature")
+        return embeddings
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.embed(batch)) + 0.5 * self.feature.square().mean()
+
+
+def test_loss_of_a_feature_that_the_part_does_not_return_is_refused(make_trainer: Make) -> None:
+    with pytest.raises(ConflictError, match=mentions("embed=embed", "not returned", "rows of one micro-batch")):
+        fitted(make_trainer, Kept().double(), MicroBatching(4, embed="embed"))
+    whole = fitted(make_trainer, Feature().double())
+    split = fitted(make_trainer, Feature().double(), MicroBatching(4, embed="embed"))
+    assert max(split.rows[3:]) == 4  # before that the embeddings are checked
+    assert equal(whole.gradients, split.gradients, 1e-12)
+
+
+def test_value_that_is_logged_in_the_part_that_embeds_is_refused_in_the_first_batch(make_trainer: Make) -> None:
+    class Logs(Towers):
+        def embed(self, batch: Any) -> dict[str, Tensor]:
+            embeddings = super().embed(batch)
+            self.log("spread", embeddings["a"].std(0).mean())
+            return embeddings
+
+    module = Logs()
+    with pytest.raises(ConflictError, match=mentions("embed=embed", "self.log('spread'", "training_step")):
+        fitted(make_trainer, module, MicroBatching(4, embed="embed"))
+    assert module.trainer.global_step == 0
+    fitted(make_trainer, Logs(), MicroBatching(32, embed="embed"))  # the batch isn't split
+
+
 # --- the check: what it takes as a mean ---
 
 

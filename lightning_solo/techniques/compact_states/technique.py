@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError, listed
 from lightning_solo.nn.rollback import Unchanged
+from lightning_solo.nn.spectral_norms import spectral_norms
 from lightning_solo.optim import back_ends
 from lightning_solo.optim.back_end_facts import BACK_ENDS
 from lightning_solo.optim.checkpoint_masters import bits_of
@@ -47,6 +48,7 @@ class CompactStates(Technique, Settings):
 
     def _init_state(self) -> None:
         self._weights = WeightSplit()
+        self._normed: set[Tensor] = set()  # weights of layers with spectral norms
         self._watched: Unchanged | None = None
         self._batches_watched = 0
         self._settles = False  # whether the first step will decide which states stay on the device
@@ -58,8 +60,8 @@ class CompactStates(Technique, Settings):
             return False
         if self.back_end != "own" and not BACK_ENDS[self.back_end].bf16_weights:
             return False
-        # under autocast a norm needs fp32 weights; vectors take few bytes
-        return precision == "bf16-true" or p.dim() > 1
+        # under autocast norms need fp32 weights, spectral norms among them; vectors take few bytes
+        return precision == "bf16-true" or (p.dim() > 1 and p not in self._normed)
 
     @contextmanager
     def building(self, ctx: Run) -> Iterator[None]:
@@ -95,6 +97,8 @@ class CompactStates(Technique, Settings):
         if message := self.precision_refusal(precision):
             raise ConflictError(message)
         ctx.undo.callback(self._join, ctx)
+        self._normed = {p for layer in spectral_norms(ctx.module).values() for p in layer.parameters()}
+        ctx.undo.callback(self._normed.clear)
         if precision == "bf16-true" and (frozen := sum(p.numel() for p in self._weights.frozen(ctx.module))):
             ctx.info(
                 f"compact_states: {frozen:,} frozen weights are rounded to bf16 for good, which saves"

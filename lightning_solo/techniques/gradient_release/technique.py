@@ -6,7 +6,6 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from types import CodeType
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +15,7 @@ from lightning_solo.errors import ConflictError
 from lightning_solo.optim.gradient_release import StepInBackward
 from lightning_solo.seams import patches
 from lightning_solo.seams.homes import part
+from lightning_solo.seams.hooks import uses_gradients
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.gradient_release.card import CARD, REMOVAL, SCALED, Settings
@@ -94,20 +94,23 @@ class GradientRelease(Technique, Settings):
         """Warn of hooks that will find no gradients; return whether the module overrides Lightning's clipping."""
         overridden = part(ctx.home, "utilities.model_helpers").is_overridden
         callback = part(ctx.home, "callbacks").Callback
+        found: list[tuple[str, Any]] = []
+        if overridden("backward", ctx.module) and uses_gradients(ctx.module.backward):
+            found.append(("backward", ctx.module))
         for hook in ("on_after_backward", "on_before_optimizer_step"):
-            owners = [ctx.module] if overridden(hook, ctx.module) else []
-            owners += [
-                each
+            found += [(hook, ctx.module)] if overridden(hook, ctx.module) else []
+            found += [
+                (hook, each)
                 for each in ctx.trainer.callbacks
                 if not type(each).__module__.startswith("lightning_solo.")
                 and overridden(hook, each, callback)
-                and _names_gradients(getattr(getattr(each, hook), "__code__", None))
+                and uses_gradients(getattr(each, hook))
             ]
-            for owner in owners:
-                self._warn_once(
-                    f"{type(owner).__name__}.{hook} finds no .grad: gradients are released in backward; to log their"
-                    f" norms write +callback=gradient_norm; if it changes gradients, write {REMOVAL}"
-                )
+        for hook, owner in found:
+            self._warn_once(
+                f"{type(owner).__name__}.{hook} finds no .grad: gradients are released in backward; to log their"
+                f" norms write +callback=gradient_norm; if it changes gradients, write {REMOVAL}"
+            )
         return bool(overridden("configure_gradient_clipping", ctx.module))
 
     def _words(self, ctx: Run, release: StepInBackward) -> str:
@@ -182,11 +185,3 @@ class GradientRelease(Technique, Settings):
 def _micro_batches(ctx: Run) -> int:
     """Return the factor, or `VARYING` if it varies: a resumed fit doesn't know it at its start."""
     return VARYING if ctx.window.varies else ctx.window.factor
-
-
-def _names_gradients(code: CodeType | None) -> bool:
-    """Return whether a function's code has a name with "grad" in it; many hooks are for other things."""
-    if code is None:
-        return False
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return any("grad" in name for name in code.co_names) or any(map(_names_gradients, inner))

@@ -94,9 +94,9 @@ CARD = Card(
     " their sum is kept, 4 bytes per parameter. The batches of a step wait on the device",
     numerics="gradients and logged loss equal those of the undivided batch within rounding, by samples or tokens; bit"
     " for bit if the batch isn't divided",
-    conflicts="manual optimization; BatchNorm, unless ``batch_norm: ghost``; losses that compare samples, unless"
-    " ``embed`` names the part that embeds them; engines that can't repeat a failed backward, unless ``micro_batch`` is"
-    " a number",
+    conflicts="manual optimization; BatchNorm, unless ``batch_norm: ghost``; ``spectral_norm``, unless ``check: false``"
+    "; losses that compare samples, unless ``embed`` names what embeds them; engines that can't repeat a failed"
+    " backward, unless ``micro_batch`` is a number",
     reference="Huang et al. 2019, GPipe, https://arxiv.org/abs/1811.06965 (micro-batches); Hoffer et al. 2017,"
     " https://arxiv.org/abs/1705.08741 (ghost batch norm); Gao et al. 2021, https://arxiv.org/abs/2101.06983 (gradient"
     " caching)",

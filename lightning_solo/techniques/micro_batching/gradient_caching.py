@@ -38,6 +38,7 @@ class Embedding:
         size: the largest number of samples in a part; None: calls aren't split.
         check: whether the next split call is compared with the undivided one.
         calls: the calls with gradients.
+        is_split: whether a part of a call is running.
     """
 
     option: str
@@ -45,8 +46,11 @@ class Embedding:
     size: int | None = None
     check: bool = True
     calls: int = 0
+    is_split: bool = False
 
     def __post_init__(self) -> None:
+        self._made: list[range] | None = []  # numbers of the graph's nodes that parts made; None: needn't be known
+        self._joined: set[int] = set()  # numbers of the nodes that join them
         remedy = f"Write {self.option.partition('=')[0]}=<another module or method> without it"
         self.wrap = Wrap(self.option, verify=True, remedy=remedy)
 
@@ -60,13 +64,52 @@ class Embedding:
         parts = self.split(args, kwargs, self.size)
         if len(parts) == 1:
             return function(*args, **kwargs)
+        function = partial(self._run_part, function)
         if self.check:
             attempt(partial(self._compare, owner, function, args, kwargs))  # without memory for it there is no check
             self.check = False
+        first = _next_node()
         outputs = [run_recomputed(owner, self.wrap, function, *part[:2]) for part in parts]
-        return self._joined(outputs, [samples for *_, samples in parts])
+        last = _next_node()
+        joined = self._join(outputs, [samples for *_, samples in parts])
+        if self._made is not None:
+            self._made.append(range(first, last))
+            nodes = (leaf.grad_fn for _, leaf in leaves(joined) if isinstance(leaf, Tensor))
+            self._joined.update(node._sequence_nr() for node in nodes if node is not None)
+        return joined
 
-    def _joined(self, outputs: Sequence[Any], samples: Sequence[int]) -> Any:
+    def _run_part(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.is_split = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.is_split = False
+
+    def require_returned(self, loss: Tensor) -> None:
+        """Check once, at the first loss of split calls, that it depends only on the tensors which they return.
+
+        Raises:
+            ConflictError: a hook or an attribute took another tensor out of a part, which has the rows of one part.
+        """
+        if not self._made:
+            return
+        made, self._made = self._made, None
+        ahead, seen = [loss.grad_fn], set(self._joined)
+        while ahead:
+            node = ahead.pop()
+            if node is None or (number := node._sequence_nr()) in seen:
+                continue
+            if any(number in part for part in made):
+                raise ConflictError(
+                    f"{self.option}: the loss depends on a result of {node.name()} that was made in it and not"
+                    " returned, and so has the rows of one micro-batch. Return that from the method which"
+                    f" {self.option.partition('=')[0]} names, instead of keeping it in an attribute or a hook"
+                )
+            if node.next_functions:  # those that accumulate gradients have no number of their own
+                seen.add(number)
+            ahead += [child for child, _ in node.next_functions]
+
+    def _join(self, outputs: Sequence[Any], samples: Sequence[int]) -> Any:
         """Return the outputs of parts as the output of the whole batch.
 
         Raises:
@@ -103,7 +146,7 @@ class Embedding:
                 rollback.restore()
                 parts = self.split(args, kwargs, -(-samples // 2))
                 outputs = [function(*some, **named) for some, named, _ in parts]
-                joined = self._joined(outputs, [number for *_, number in parts])
+                joined = self._join(outputs, [number for *_, number in parts])
                 if _alike(whole, joined):
                     return
                 rollback.seed(1)
@@ -119,6 +162,13 @@ class Embedding:
             f"{self.option}: {reason}; write {option}=<the module or method> that returns a row for each sample, before"
             " samples are compared with one another"
         )
+
+
+def _next_node() -> int:
+    """Return the number of the next node of autograd's graph in this thread."""
+    with torch.enable_grad():
+        node: Any = torch.ones((), requires_grad=True).clone().grad_fn
+    return int(node._sequence_nr()) + 1
 
 
 def _alike(one: Any, other: Any, *, values: bool = True) -> bool:

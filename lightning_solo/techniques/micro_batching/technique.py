@@ -6,7 +6,9 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +22,12 @@ from lightning_solo.data.splitting import is_plain, moved
 from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, listed
 from lightning_solo.memory.attempts import attempt
 from lightning_solo.nn.rollback import Rollback, Unchanged
+from lightning_solo.nn.spectral_norms import spectral_norms
 from lightning_solo.optim.window_gradients import WindowGradients
 from lightning_solo.out_of_memory import is_out_of_memory
 from lightning_solo.seams import patches, resuming
+from lightning_solo.seams.homes import part
+from lightning_solo.seams.hooks import uses_gradients
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.micro_batching.card import CARD, Settings
@@ -38,6 +43,16 @@ from lightning_solo.techniques.micro_batching.loss_check import (
 
 LOOKED_AT = 100
 """Split batches in which the check looks for rows with different numbers of labels."""
+
+
+class NoOutputs(dict[str, Any]):
+    """The outputs of a batch that waits for the last batch of its step: empty."""
+
+    def __missing__(self, key: str) -> Any:
+        raise ConflictError(
+            f"callback.micro_batching: outputs[{key!r}] of a batch that waits for the last one of its optimizer step;"
+            f" write outputs.get({key!r}) and leave out None"
+        )
 
 
 class Waiting(NamedTuple):
@@ -143,10 +158,37 @@ class MicroBatching(Technique, Settings):
                 f"callback.micro_batching and {name}.training_step(dataloader_iter), which takes its batches itself;"
                 " write training_step(batch, batch_idx), or ~callback.micro_batching"
             )
-        for part in self._embedders():
-            embedding = Embedding(f"{EMBED}={part}", self._splitter.split_arguments, check=self.check)
-            ctx.undo.callback(embed_by(ctx.module, part, embedding))
+        self._look_at_gradients(ctx)
+        for name in self._embedders():
+            embedding = Embedding(f"{EMBED}={name}", self._splitter.split_arguments, check=self.check)
+            ctx.undo.callback(embed_by(ctx.module, name, embedding))
             self._embeddings.append(embedding)
+
+    def _look_at_gradients(self, ctx: Run) -> None:
+        """Refuse a ``backward`` that uses gradients; warn of hooks of parameters.
+
+        Raises:
+            ConflictError: the module's ``backward`` uses ``.grad``, which is that of the parts so far.
+        """
+        name = type(ctx.module).__name__
+        if part(ctx.home, "utilities.model_helpers").is_overridden("backward", ctx.module) and uses_gradients(
+            ctx.module.backward
+        ):
+            raise ConflictError(
+                f"callback.micro_batching and {name}.backward, which uses gradients of micro-batches: move that to"
+                " on_after_backward, which runs once per batch, or write ~callback.micro_batching"
+            )
+        hooked = [
+            parameter
+            for parameter, p in ctx.module.named_parameters()
+            if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+        ]
+        if hooked:
+            warnings.warn(
+                f"callback.micro_batching: hooks of the gradients of {listed(hooked)} run once per micro-batch, on its"
+                " part of the gradient; if they are more than a factor or a mask of it, move them to on_after_backward",
+                stacklevel=2,
+            )
 
     def _embedders(self) -> list[str]:
         return [self.embed] if isinstance(self.embed, str) else [*(self.embed or ())]
@@ -157,16 +199,23 @@ class MicroBatching(Technique, Settings):
         return loader
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse layers whose output depends on the whole batch.
+        """Refuse layers whose output depends on the whole batch, or whose state changes in each forward.
 
         Raises:
-            ConflictError: there are BatchNorm layers in training mode; names them.
+            ConflictError: there are BatchNorm layers or layers with `spectral_norm` in training mode; names them.
         """
         layers = [
             name
             for name, part in pl_module.named_modules()
             if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training
         ]
+        normed = [name for name, layer in spectral_norms(pl_module).items() if layer.training]
+        if normed and self.check:
+            raise ConflictError(
+                f"callback.micro_batching and spectral_norm ({listed(normed)}), which changes its vectors in each"
+                " forward in training mode, and so in each micro-batch; write callback.micro_batching.check=false to"
+                " allow that, or ~callback.micro_batching"
+            )
         if layers and self.batch_norm == "refuse":
             raise ConflictError(
                 f"callback.micro_batching and BatchNorm ({listed(layers)}), whose statistics would be"
@@ -251,7 +300,7 @@ class MicroBatching(Technique, Settings):
         if self not in ctx.trainer.callbacks:  # `LearningRateFinder` drops them for its steps
             return proceed()
         if not ctx.window.is_last:
-            return patches.empty_result(ctx.trainer)
+            return patches.empty_result(ctx.trainer, NoOutputs())
         if self._rollback is None:
             self._rollback = Rollback(ctx.module, ctx.device)
             frozen = {name: p for name, p in ctx.module.named_parameters() if not p.requires_grad}
@@ -360,17 +409,30 @@ class MicroBatching(Technique, Settings):
         logged, results = Logged(), []
         parts = [part for part in parts if part.share]
         weight = self._batches_counted(ctx) / ctx.window.weight
-        with patches.logged_through(ctx.trainer, logged.log):
-            for part in parts:
+        with patches.logged_through(ctx.trainer, partial(self._log, logged)):
+            for part, following in zip_longest(parts, parts[1:]):
                 logged.share = part.share
                 batch_idx = self._window[part.batch].batch_idx
-                result = proceed(batch=part.data, batch_idx=batch_idx, weight=weight * part.share)
+                within = following is not None and following.batch == part.batch
+                with patches.within_batch(ctx.strategy.precision_plugin) if within else nullcontext():
+                    result = proceed(batch=part.data, batch_idx=batch_idx, weight=weight * part.share)
                 result.closure_loss = None  # it has had its backward
                 results.append(result)
         return logged, _whole(results, parts, ctx.window.factor if self.global_batch is not None else 1)
 
+    def _log(self, logged: Logged, hook: str, name: str, value: Any, **options: Any) -> None:
+        for embedding in self._embeddings:
+            if embedding.is_split:
+                raise ConflictError(
+                    f"{embedding.option}: self.log({name!r}, ...) is called in it, for each micro-batch and again in"
+                    " backward; call it in training_step, with what it returns"
+                )
+        logged.log(hook, name, value, **options)
+
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
         """Save the gradients that are left after ``zero_grad``."""
+        for embedding in self._embeddings:
+            embedding.require_returned(loss)
         if self._gradients is not None:  # set in loss, except for the steps of `LearningRateFinder`
             self._gradients.save(zeroed=self._zeroed)
         return proceed(loss)
