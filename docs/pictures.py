@@ -9,6 +9,7 @@ The documentation draws its own when it is built (directive `{chart}`); README's
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any
 
 from lightning_solo.planner.plan import Plan
 from lightning_solo.report import ladder_file
-from lightning_solo.report.charts import against, bars, lines, stacks
+from lightning_solo.report.charts import agreement, bars, lines, stacks
 from lightning_solo.report.figures import in_words, points_table
 from lightning_solo.report.model import Draw, Figure
 from lightning_solo.report.page import vega_lite, vl_convert
@@ -25,7 +26,7 @@ from lightning_solo.report.palette import DARK, LIGHT, Palette
 from lightning_solo.report.plan_chart import picture, timelines
 from lightning_solo.report.series import Series
 from lightning_solo.tables import Table
-from lightning_solo.units import MiB
+from lightning_solo.units import GiB, MiB
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "examples" / "results"
@@ -33,7 +34,10 @@ FOLDER = ROOT / "docs" / "_static"
 PALETTES = {"light": LIGHT, "dark": DARK}
 WIDTH = 720
 MARGIN = 28  # vl-convert measures labels by another font than the browser's
+FIRST_STEPS = 200  # the fall of their losses would flatten all others
 STATES = {"weights": "W", "gradients": "G", "optimizer states": "O"}
+PARTS = {**STATES, "activations": "A", "temporaries": "T"}
+EQUAL, DIFFERENT = "equal to the byte", "different"
 
 
 def ladder(result: dict[str, Any]) -> list[Figure]:
@@ -41,8 +45,8 @@ def ladder(result: dict[str, Any]) -> list[Figure]:
     return ladder_file.figures(ladder_file.figures_of(result["rows"], result["baseline"]), result["baseline"])
 
 
-def bytes_per_parameter(result: dict[str, Any]) -> list[Figure]:
-    """Return the model states of each preset."""
+def compact(result: dict[str, Any]) -> list[Figure]:
+    """Return the model states of each preset, and its losses over steps."""
     rows = [
         {
             "name": row["preset"],
@@ -52,25 +56,25 @@ def bytes_per_parameter(result: dict[str, Any]) -> list[Figure]:
         for row in result["states"]
     ]
     title = "Model states after a step: bytes per parameter"
-    return [of_bars("bytes_per_parameter", title, rows, partial(stacks, rows, STATES, "bytes per parameter", None))]
+    states = of_bars("bytes_per_parameter", title, rows, partial(stacks, rows, STATES, "bytes per parameter", None))
+    return [states, *([losses(result["convergence"])] if "curve" in result["convergence"][0] else [])]
 
 
-def planned_against_counted(result: dict[str, Any]) -> list[Figure]:
-    """Return the planned and the counted peak of a step of each architecture."""
-    rows = [
-        {"name": name, "x": entry["real"] / MiB, "y": entry["cpu"] / MiB}
-        for name, entry in result["architectures"].items()
-        if entry.get("real") and entry.get("cpu")
-    ]
-    farthest = max(rows, key=lambda row: abs(row["y"] / row["x"] - 1))
-    title = f"Peak of a step of {len(rows)} architectures of transformers"
-    text = (
-        f"Scatter chart: {title}, planned against counted, from {min(row['x'] for row in rows):.0f} to"
-        f" {max(row['x'] for row in rows):.0f} MiB. Farthest apart: {farthest['name']}, planned"
-        f" {farthest['y']:.1f} MiB, counted {farthest['x']:.1f} MiB."
-    )
-    draw = partial(against, rows, "counted in a real step, MiB", "planned, MiB")
-    return [Figure("planned_against_counted", title, "", text, draw, Table(title, (), []))]
+def losses(rows: Sequence[dict[str, Any]]) -> Figure:
+    """Return the loss of each preset over steps, as the mean of its seeds."""
+    curves: dict[str, list[list[float]]] = {}
+    rows = [row for row in rows if "curve" in row]
+    for row in rows:
+        curves.setdefault(row["preset"], []).append(row["curve"])
+    each, seeds = rows[0]["every"], len({row["seed"] for row in rows})
+    series = []
+    for preset, found in curves.items():
+        points = [(each * (at + 1), statistics.mean(values)) for at, values in enumerate(zip(*found, strict=True))]
+        series.append(Series(preset, *zip(*[point for point in points if point[0] > FIRST_STEPS], strict=True)))
+    title = f"Training loss after step {FIRST_STEPS}"
+    unit = f"loss, mean of {each} steps" + (f" and {seeds} seeds" if seeds > 1 else "")
+    draw = partial(lines, series, "optimizer step", unit)
+    return Figure("losses", title, "", in_words(title, unit, series), draw, points_table(title, unit, series))
 
 
 def padding(result: dict[str, Any]) -> list[Figure]:
@@ -109,6 +113,84 @@ def plans(result: dict[str, Any]) -> list[Figure]:
     return [figure for figure in (picture(planned), timelines(planned)) if figure is not None]
 
 
+def architectures(result: dict[str, Any]) -> list[Figure]:
+    """Return the planned peak of each architecture against the counted one; the plan that is furthest off is named."""
+    counted = {name: row for name, row in result["architectures"].items() if "cpu" in row}
+    off = {name: row["cpu"] / row["real"] - 1 for name, row in counted.items() if row["cpu"] != row["real"]}
+    furthest = max(off, key=lambda name: abs(off[name]))
+    rows = [
+        {
+            "name": name,
+            "x": row["real"] / MiB,
+            "y": row["cpu"] / MiB,
+            "kind": "different" if name in off else "equal to the byte",
+            "label": f"{name.split('/')[-1]}, {off[name]:+.0%}" if name == furthest else "",
+        }
+        for name, row in sorted(counted.items(), key=lambda item: item[0] in off)
+    ]
+    title = f"Planned and counted peaks of {len(rows)} architectures"
+    words = f"{len(rows) - len(off)} are equal to the byte, {len(off)} differ, most {furthest} by {off[furthest]:+.0%}"
+    return [of_points("architectures", title, words, rows, "counted in real steps, MiB", "planned, MiB")]
+
+
+def step_times(result: dict[str, Any]) -> list[Figure]:
+    """Return the planned time of each step against the real one, by the table's speeds and by calibrated ones."""
+    speeds = {"table_s": "speeds of the table", "calibrated_s": "calibrated"}
+    rows = [
+        {
+            "name": f"{row['module']}, {row['preset']}",
+            "x": 1e3 * row["real_s"],
+            "y": 1e3 * row[key],
+            "kind": kind,
+            "label": "",
+        }
+        for key, kind in speeds.items()
+        for row in result["rows"]
+    ]
+    ratios = {
+        kind: statistics.median(row["y"] / row["x"] for row in rows if row["kind"] == kind) for kind in speeds.values()
+    }
+    words = ", ".join(f"{kind}: median {ratio:.2f} of the real time" for kind, ratio in ratios.items())
+    return [of_points("step_times", "Planned and real step times", words, rows, "real, ms", "planned, ms")]
+
+
+def rungs(result: dict[str, Any]) -> list[Figure]:
+    """Return the parts of the planned peak, one technique after another."""
+    rows = [
+        {
+            "name": row["name"],
+            "parts": {name: row["breakdown"][name.replace(" ", "_")] / GiB for name in PARTS},
+            "label": f"{row['peak_bytes'] / GiB:.1f} GiB",
+        }
+        for row in result["rungs"]
+    ]
+    title = "Planned peak, each technique added to those above it"
+    return [of_bars("rungs", title, rows, partial(stacks, rows, PARTS, "GiB", None))]
+
+
+def budgets(result: dict[str, Any]) -> list[Figure]:
+    """Return the peak of each model against its budget."""
+    rows = [
+        {
+            "name": row["model"],
+            "x": row["budget"] / MiB,
+            "y": row["peak"] / MiB,
+            "kind": row["model"].split(",")[0],
+            "label": "",
+        }
+        for row in result["rows"]
+    ]
+    shares = [row["y"] / row["x"] for row in rows]
+    words = f"{len(rows)} peaks of {min(shares):.2f} to {max(shares):.2f} of their budgets"
+    return [of_points("budgets", "Peak of a step under a byte budget", words, rows, "budget, MiB", "peak, MiB")]
+
+
+def of_points(name: str, title: str, words: str, rows: Sequence[dict[str, Any]], x: str, y: str) -> Figure:
+    """Return a figure of points beside the line of equal values; the table is on the page."""
+    draw = partial(agreement, rows, x, y)
+    return Figure(name, title, "", f"Scatter chart: {title}. {words}.", draw, Table(title, (), []))
+
+
 def of_bars(name: str, title: str, rows: Sequence[dict[str, Any]], draw: Draw) -> Figure:
     """Return a figure whose text names each bar's label; the table is on the page."""
     values = "; ".join(f"{row['name']}: {row['label']}" for row in rows)
@@ -117,10 +199,13 @@ def of_bars(name: str, title: str, rows: Sequence[dict[str, Any]], draw: Draw) -
 
 CHARTS: dict[str, Callable[[dict[str, Any]], list[Figure]]] = {
     "ladder_cpu.json": ladder,
-    "compact_cpu.json": bytes_per_parameter,
-    "architectures_cpu.json": planned_against_counted,
+    "compact_cpu.json": compact,
     "padding_cpu.json": padding,
     "sequences_cpu.json": sequences,
+    "activation_budget_cpu.json": budgets,
+    "architectures_cpu.json": architectures,
+    "plan_order_cpu.json": step_times,
+    "whole_ladder.json": rungs,
     "plan_byte_gpt_1b.json": plans,
 }
 

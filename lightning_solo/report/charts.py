@@ -1,4 +1,4 @@
-"""Vega-Lite specifications, written with Altair: lines, stacked areas, bars and a scatter with its Pareto front."""
+"""Vega-Lite specifications, written with Altair: lines, stacked areas, bars and scatters with a front or diagonal."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ FEW = 40
 """Points of a series up to which each is marked; a line alone would not show a series of one."""
 LONG_NAME = 31
 """Letters of a name from which a legend has 2 columns of 340 pixels instead of 3 of 200."""
+SHAPES = ("circle", "diamond", "square", "triangle-up", "cross", "triangle-down", "triangle-right")
 ON_FRONT, BEHIND = "on the Pareto front", "another beats it"
 FORMAT = ".6~g"
 """Up to six digits, as D3 writes numbers."""
@@ -171,26 +172,34 @@ def scatter(rows: Sequence[dict[str, Any]], x: str, y: str, palette: Palette) ->
     return _finished(line + points + jobs, {"data": drawn}, palette, height=320)
 
 
-def against(rows: Sequence[dict[str, Any]], x: str, y: str, palette: Palette) -> dict[str, Any]:
-    """Return a chart with a point per row, and the line on which both values are equal; logarithmic scales.
+def agreement(rows: Sequence[dict[str, Any]], x: str, y: str, palette: Palette) -> dict[str, Any]:
+    """Return a chart with a point per row on two logarithmic axes, and the line on which both values are equal.
 
     Args:
-        rows: ``name``, ``x`` and ``y``, which are positive.
+        rows: ``x`` and ``y`` above 0, ``name``, ``label`` above the point, and ``kind``, which has a colour and a
+            shape; later rows are on top.
         x: title of the horizontal axis.
         y: title of the vertical axis.
         palette: colours.
     """
     alt = altair()
-    values = [value for row in rows for value in (row["x"], row["y"])]
-    scale = alt.Scale(type="log", domain=[0.8 * min(values), 1.25 * max(values)], nice=False)
-    base = _over("data").encode(x=alt.X("x:Q", title=x, scale=scale), y=alt.Y("y:Q", title=y, scale=scale))
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    legend = {"title": None, "orient": "top", "columns": len(kinds), "columnPadding": 28, "labelLimit": 200}
+    values = [row[key] for row in rows for key in "xy"]
+    ends = [min(values) / 1.3, max(values) * 1.3]
+    axis = {"scale": {"type": "log", "domain": ends, "nice": False}, "axis": {"tickCount": 5, "format": "~g"}}
+    places = {"x": alt.X("x:Q", title=x, **axis), "y": alt.Y("y:Q", title=y, **axis)}
     numbers = [alt.Tooltip("x:Q", title=x, format=FORMAT), alt.Tooltip("y:Q", title=y, format=FORMAT)]
-    points = base.mark_point(size=40, strokeWidth=1.4, opacity=0.8, color=palette.marks[0]).encode(
-        tooltip=["name:N", *numbers]
-    )
-    equal = _over("equal").mark_line(strokeDash=[4, 3], color=palette.ink, strokeWidth=1).encode(x="x:Q", y="y:Q")
-    ends = [{"x": end, "y": end} for end in (min(values), max(values))]
-    return _finished(equal + points, {"data": list(rows), "equal": ends}, palette, height=360)
+    base = _over("data").encode(**places)
+    points = base.mark_point(size=60, strokeWidth=1.6, opacity=1).encode(
+        color=alt.Color("kind:N", scale=_scale(kinds, palette.marks), legend=legend),
+        shape=alt.Shape("kind:N", scale=_scale(kinds, SHAPES), legend=legend),
+        tooltip=["name:N", "kind:N", *numbers],
+    )  # fmt: skip
+    labels = base.mark_text(dy=-18, color=palette.ink).encode(text="label:N")
+    line = _over("equal").mark_line(color=palette.ink, strokeDash=[4, 3], strokeWidth=1).encode(**places)
+    data = {"data": list(rows), "equal": [{"x": end, "y": end} for end in ends]}
+    return _finished(line + points + labels, data, palette, height=320)
 
 
 def _around(values: Sequence[float]) -> dict[str, Any]:
@@ -241,7 +250,15 @@ def _scale(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _squares() -> dict[str, Any]:
-    return {"title": None, "orient": "top", "columns": 4, "labelLimit": 200, "symbolType": "square", "symbolSize": 160}
+    return {
+        "title": None,
+        "orient": "top",
+        "columns": 4,
+        "labelLimit": 200,
+        "symbolType": "square",
+        "symbolSize": 160,
+        "columnPadding": 24,
+    }
 
 
 def _legend(names: Sequence[str]) -> dict[str, Any] | None:
