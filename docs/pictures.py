@@ -57,7 +57,7 @@ def compact(result: dict[str, Any]) -> list[Figure]:
     ]
     title = "Model states after a step: bytes per parameter"
     states = of_bars("bytes_per_parameter", title, rows, partial(stacks, rows, STATES, "bytes per parameter", None))
-    return [states, *([losses(result["convergence"])] if "curve" in result["convergence"][0] else [])]
+    return [states, losses(result["convergence"])]
 
 
 def losses(rows: Sequence[dict[str, Any]]) -> Figure:
@@ -72,7 +72,7 @@ def losses(rows: Sequence[dict[str, Any]]) -> Figure:
         points = [(each * (at + 1), statistics.mean(values)) for at, values in enumerate(zip(*found, strict=True))]
         series.append(Series(preset, *zip(*[point for point in points if point[0] > FIRST_STEPS], strict=True)))
     title = f"Training loss after step {FIRST_STEPS}"
-    unit = f"loss, mean of {each} steps" + (f" and {seeds} seeds" if seeds > 1 else "")
+    unit = f"loss, mean of {each} steps" + (f" and {seeds} seeds" if seeds > 1 else f", seed {rows[0]['seed']}")
     draw = partial(lines, series, "optimizer step", unit)
     return Figure("losses", title, "", in_words(title, unit, series), draw, points_table(title, unit, series))
 

@@ -68,7 +68,8 @@ def test_plans_that_differ_from_counted_peaks_stand_out() -> None:
     ]
     assert [row["kind"] for row in drawn(figure)] == ["equal to the byte", "different", "different"]
     assert [row["label"] for row in drawn(figure)] == ["", "off, +50%", ""]
-    assert "1 are equal to the byte, 2 differ, most text/off by +50%" in figure.alternative
+    for words in ("1 are equal", "2 differ", "text/off by +50%"):
+        assert words in figure.alternative
     below, above = drawn(figure, "equal")
     assert below["x"] == below["y"] < 1
     assert above["x"] == above["y"] > 100
@@ -89,7 +90,7 @@ def test_step_times_are_drawn_for_both_speeds() -> None:
         ("speeds of the table", 10, 5),
         ("calibrated", 10, 20),
     ]
-    assert "speeds of the table: median 0.50" in figure.alternative
+    assert "median 0.50" in figure.alternative
 
 
 def test_peaks_under_a_budget_are_drawn_against_it() -> None:
