@@ -37,7 +37,6 @@ MARGIN = 28  # vl-convert measures labels by another font than the browser's
 FIRST_STEPS = 200  # the fall of their losses would flatten all others
 STATES = {"weights": "W", "gradients": "G", "optimizer states": "O"}
 PARTS = {**STATES, "activations": "A", "temporaries": "T"}
-EQUAL, DIFFERENT = "equal to the byte", "different"
 
 
 def ladder(result: dict[str, Any]) -> list[Figure]:
