@@ -88,11 +88,12 @@ class _Callbacks(ModuleType):
         overrides: Sequence[str] = (),
         *,
         allow: Sequence[str] = (),
+        **arguments: Any,
     ) -> list[Any]:
         """See `lightning_solo.attach.callbacks`."""
         from lightning_solo import attach
 
-        return attach.callbacks(preset, overrides, allow=allow)
+        return attach.callbacks(preset, overrides, allow=allow, **arguments)
 
 
 _room.__class__ = _Callbacks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
@@ -26,7 +26,7 @@ def trainer_kwargs(
     preset: Preset,
     overrides: Sequence[str] = (),
     *,
-    callbacks: Sequence[Any] = (),
+    callbacks: Any = (),
     allow: Sequence[str] = (),
     lightning: str = "lightning.pytorch",
     module: Any = None,
@@ -44,12 +44,12 @@ def trainer_kwargs(
         preset: a name of `list_presets`, several names as ``["compact", "checkpointing"]``, or the fields themselves
             (a Hydra application's ``cfg.solo``).
         overrides: Hydra overrides without a prefix: ``["precision=32-true", "+callback=throughput"]``.
-        callbacks: your own callbacks; they follow the preset's.
+        callbacks: your own callbacks, one or several; they follow the preset's.
         allow: prefixes of the ``_target_`` entries that you trust, such as ``["my_project"]``.
         lightning: the package of your Trainer, ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
         module: for ``auto`` only: the module to train; it is not changed.
-        batch: for ``auto`` only: one micro-batch for ``training_step``; by default the first batch of the module's
-            ``train_dataloader``.
+        batch: for ``auto`` only: one micro-batch for ``training_step``, or a data module, whose first batch is taken;
+            by default the first batch of the module's ``train_dataloader``.
         trainer: for ``auto`` only: your other Trainer arguments, such as ``{"gradient_clip_val": 1.0}``.
         arguments: refused; pass the Trainer's own to `lightning_solo.trainer`.
 
@@ -62,12 +62,15 @@ def trainer_kwargs(
     """
     refused: Mapping[str, object] = arguments
     for name, value in refused.items():
-        raise PresetError(_unknown_argument(name, value, preset, overrides, allow))
+        raise PresetError(_unknown_argument(trainer_kwargs, name, value, preset, overrides, allow))
+    if not isinstance(callbacks, Sequence):  # the Trainer takes one, too
+        callbacks = [] if callbacks is None else [callbacks]
     configuration = compose(preset, overrides, allow=allow)
     if configuration.auto is not None:
         if module is None:
             raise PresetError(
-                'preset auto needs a module and a batch; write trainer_kwargs("auto", module=module, batch=batch)'
+                "preset auto plans your module: write module=module as an argument, and batch=datamodule if the module"
+                " has no train_dataloader"
             )
         from lightning_solo.planner.auto import checks, choose
 
@@ -77,11 +80,13 @@ def trainer_kwargs(
     return trainer_arguments(configuration, callbacks=callbacks, lightning=lightning)
 
 
-def _unknown_argument(name: str, value: object, preset: Preset, overrides: Sequence[str], allow: Sequence[str]) -> str:
-    """Return the message for an argument that `trainer_kwargs` doesn't take."""
-    own = [each for each in inspect.signature(trainer_kwargs).parameters if each != "arguments"]
+def _unknown_argument(
+    of: Callable[..., Any], name: str, value: object, preset: Preset, overrides: Sequence[str], allow: Sequence[str]
+) -> str:
+    """Return the message for an argument that `trainer_kwargs` or `callbacks` doesn't take."""
+    own = [each for each in inspect.signature(of).parameters if each != "arguments"]
     is_plain = isinstance(value, str | int | float | list | tuple | None)
-    keyword, words = f"{name}={value!r}" if is_plain else f"{name}=...", "trainer_kwargs has no such argument"
+    keyword, words = f"{name}={value!r}" if is_plain else f"{name}=...", f"{of.__name__} has no such argument"
     chosen = "cfg.solo" if isinstance(preset, Mapping) else repr(preset)
     if name in ("precision", "accumulate_grad_batches") or (name == "strategy" and value in catalogue().group(name)):
         added = f"{'+' if name == 'strategy' else ''}{name}={written(value)}"
@@ -100,6 +105,7 @@ def callbacks(
     overrides: Sequence[str] = (),
     *,
     allow: Sequence[str] = (),
+    **arguments: NoReturn,
 ) -> list[Any]:
     """Return a preset's callbacks for an existing Trainer: ``trainer.callbacks += solo.callbacks("bf16")``.
 
@@ -108,11 +114,14 @@ def callbacks(
     Raises:
         PresetError, ConflictError, CapabilityError: as `trainer_kwargs`.
     """
+    refused: Mapping[str, object] = arguments
+    for name, value in refused.items():
+        raise PresetError(_unknown_argument(callbacks, name, value, preset, overrides, allow))
     configuration = compose(preset, overrides, allow=allow)
     if configuration.auto is not None:
         raise PresetError(
-            "preset auto needs a module and a batch when the Trainer is constructed; write"
-            ' L.Trainer(**trainer_kwargs("auto", module=module, batch=batch))'
+            "preset auto needs a module when the Trainer is constructed; write"
+            ' L.Trainer(**trainer_kwargs("auto", module=module, batch=datamodule))'
         )
     check_machine(configuration)
     carried = {name: getattr(configuration, name) for name in ("precision", "accumulate_grad_batches")}

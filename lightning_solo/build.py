@@ -52,7 +52,8 @@ def trainer_arguments(
     for index, callback in enumerate(callbacks):
         _of_kind(callback, "callback", f"callbacks[{index}]")
     _refuse_twice(ours, callbacks)
-    advise = functools.partial(presets_that_fit, check=functools.partial(check_machine, lightning=lightning))
+    check = functools.partial(check_machine, lightning=lightning)
+    advise = functools.partial(presets_that_fit, check=check, failed=configuration.preset)
     arguments["callbacks"] = [PresetGuard(arguments, advise, configuration), *ours.values(), *callbacks]
     return arguments
 

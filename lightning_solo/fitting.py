@@ -39,12 +39,19 @@ class Room:
         return " and ".join(f"{format_bytes(size)} on the {place}" for place, size in parts.items() if size)
 
 
-def presets_that_fit(module: torch.nn.Module, check: Callable[[Configuration], None], free: Room | None = None) -> str:
-    """Return a sentence that names the presets that would fit, or the one that lacks the least memory."""
+def presets_that_fit(
+    module: torch.nn.Module, check: Callable[[Configuration], None], free: Room | None = None, failed: str = ""
+) -> str:
+    """Return a sentence that names the presets that would fit, or the one that lacks the least memory.
+
+    The preset ``failed`` isn't among them.
+    """
     sizes = sizes_of(module)
     free = free or free_room(module)
     needs = {}
     for name in preset_files():
+        if name == failed:
+            continue
         try:
             config = compose(name)
             # auto is one of the others; new batches don't change model states; a caveat is for those who name it

@@ -127,7 +127,7 @@ class PresetGuard(Callback):
             samples = "" if self._samples is None else f" of {self._samples} samples: {factor * self._samples} samples"
             rank_zero_info(
                 f"lightning-solo: the preset changes the effective batch: an optimizer step takes {factor} batches"
-                f"{samples}; without the preset {self._factor}"
+                f"{samples}; without the preset it takes {self._factor} batch{'' if self._factor == 1 else 'es'}"
             )
         self._is_first = False
 

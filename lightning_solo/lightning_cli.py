@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning_solo.attach import trainer_kwargs
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.presets import old_spellings
+from lightning_solo.presets.spelling import on_lightning_cli
 from lightning_solo.trainers import merged
 
 
@@ -38,7 +39,7 @@ class SoloCLI(LightningCLI):
         try:
             arguments = self._arguments(config, kwargs)
         except SoloError as error:
-            self._parser(self.subcommand).error(str(error), error)
+            self._parser(self.subcommand).error(on_lightning_cli(str(error)), error)
         return super().instantiate_trainer(**arguments)
 
     def _arguments(self, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +64,13 @@ class SoloCLI(LightningCLI):
         given = {name: value for name, value in given.items() if value != defaults[name].default}
         callbacks = _listed(given.pop("callbacks", []))
         ours = trainer_kwargs(
-            config["solo"], overrides, callbacks=callbacks, allow=allow, module=self.model, trainer=given
+            config["solo"],
+            overrides,
+            callbacks=callbacks,
+            allow=allow,
+            module=self.model,
+            batch=self.datamodule,
+            trainer=given,
         )
         return merged(given, ours, config["solo"], overrides, allow)
 

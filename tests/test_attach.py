@@ -101,6 +101,15 @@ def test_callbacks_in_the_order_listed_then_the_users() -> None:
     names = [type(callback).__name__ for callback in kwargs["callbacks"]]
     assert names == ["PresetGuard", "ActivationCheckpointing", "MemoryLogger", "Throughput"]
     assert kwargs["callbacks"][-1] is mine
+    assert solo.trainer_kwargs("checkpointing", callbacks=mine)["callbacks"][-1] is mine  # as a Trainer takes it
+    assert len(solo.trainer_kwargs("checkpointing", callbacks=None)["callbacks"]) == 3
+
+
+def test_argument_that_callbacks_does_not_take_is_refused_with_the_call_to_write() -> None:
+    with pytest.raises(solo.PresetError, match=mentions("unknown=3", "overrides, allow")):
+        solo.callbacks("compact", unknown=3)
+    with pytest.raises(solo.PresetError, match=mentions("write trainer_kwargs('compact', overrides=['precision=")):
+        solo.callbacks("compact", precision="bf16-mixed")
 
 
 @pytest.mark.row(92)

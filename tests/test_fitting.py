@@ -138,6 +138,7 @@ def test_frozen_parameter_needs_only_its_weight() -> None:
     # 4 + 16 bytes for the two layers' elements, 4 for the buffer's
     need = int((4 * 10**6 + 16 * 10**6 + 4 * 500_000) * MARGIN)
     assert "baseline" in named(presets_that_fit(module, every, Room(0, need)))
+    assert "baseline" not in named(presets_that_fit(module, every, Room(0, need), failed="baseline"))
     assert "packing" not in named(presets_that_fit(module, every, Room(0, 100 * need)))  # it takes what bf16 does
     assert "baseline" not in named(presets_that_fit(module, every, Room(0, need - 1)))
 

@@ -316,7 +316,7 @@ def test_the_log_names_the_preset_as_the_user_wrote_it(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"accumulate_grad_batches": 2}, ["2 batches of 4 samples: 8 samples", "without the preset 1"]),
+        ({"accumulate_grad_batches": 2}, ["2 batches of 4 samples: 8 samples", "it takes 1 batch"]),
         ({"callback": {"accumulation_schedule": {"milestones": [[0, 4]]}}}, ["4 batches of 4 samples: 16 samples"]),
         ({"callback": {"micro_batching": {"global_batch": 8}}}, ["2 batches of 4 samples: 8 samples"]),
         ({"callback": {"micro_batching": {"micro_batch": 8}}}, None),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 
 import lightning_solo as solo
 from tests.messages import lines_with, nearest
@@ -98,11 +98,33 @@ def test_callbacks_of_both_act(run: Any) -> None:
     assert {"CompactStates", "MemoryLogger", "SaveConfigCallback"} <= set(names(trainer))
 
 
+def test_auto_plans_with_the_batch_of_a_data_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Without(Small):
+        train_dataloader = LightningModule.train_dataloader
+
+    class Data(LightningDataModule):
+        def setup(self, stage: str) -> None:
+            self.data = loader(2)
+
+        def train_dataloader(self) -> Any:
+            return self.data
+
+    options = [*QUIET, f"--trainer.default_root_dir={tmp_path}", "--solo=auto", "--solo_overrides+=auto.presets=[bf16]"]
+    monkeypatch.setattr("sys.argv", ["main.py", "fit", *options])
+    trainer = solo.SoloCLI(Without, Data).trainer
+    assert (trainer.precision, trainer.global_step) == ("bf16-mixed", 2)
+
+
 REFUSED = [
     (
         ["--solo=bf16", "--trainer.precision=32-true"],
-        ("trainer.precision='32-true'", "overrides=['precision=32-true']"),
+        ("trainer.precision='32-true'", "write --solo_overrides=['precision=32-true']"),
     ),
+    (
+        ["--solo=compact", "--solo_overrides+=precision=16-mixed"],
+        ("write", "--solo_overrides+=precision=bf16-"),
+    ),
+    (["--solo=bf16", "--solo_overrides+=+callback=micro_bathcing"], (nearest("micro_batching"),)),
     (["--solo=compact", "--trainer.precision=16-mixed"], ("trainer.precision='16-mixed'", "drop precision")),
     (["--solo=compact", "--trainer.devices=2"], ("trainer.devices", "devices=1")),
     (["--solo=compcat"], (nearest("compact"),)),

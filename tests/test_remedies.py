@@ -174,7 +174,7 @@ def messages() -> list[tuple[Any, list[str], str]]:
 def test_every_mistake_is_refused_with_a_remedy() -> None:
     refused = [(preset, overrides) for preset, overrides, _ in messages()]
     assert [row for row in MISTAKES if row not in refused] == []
-    assert [text for _, _, text in messages() if not remedies(text)] == []
+    assert [text for _, _, text in messages() if not remedies(text) or "write write" in text] == []
 
 
 def refused_after(preset: Any, overrides: Sequence[str], message: str, questions: int = 2) -> str | None:
@@ -311,6 +311,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "optim/gradient_release.py": 3,
         "optim/master_weights.py": 2,
         "optim/split_optimizer.py": 3,
+        "planner/batches.py": 1,
         "planner/preset_plans.py": 3,
         "planner/traces.py": 4,
         "presets/old_spellings.py": 2,
@@ -342,7 +343,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "cli/results.py": 1,
         "cli/run_folder.py": 2,
         "cli/show.py": 1,
-        "cli/train.py": 3,
+        "cli/train.py": 4,
         "cpp_builds.py": 1,
         "ladder/figures.py": 2,
         "machine.py": 1,
@@ -369,7 +370,6 @@ ELSEWHERE: dict[str, dict[str, int]] = {
     "a value of the reader, for the option that the message names": {
         "cards/arguments.py": 2,
         "cards/blocks.py": 2,
-        "cards/configuration.py": 1,
         "cards/lengths.py": 1,
         "data/item_lengths.py": 1,
         "data/loss_weights.py": 3,

@@ -94,7 +94,9 @@ def check_arguments(values: Mapping[str, Any], accepted: Mapping[str, Parameter]
             raise PresetError(f"{option}.{name}={value!r}: {complaint}")
     missing = [name for name, parameter in accepted.items() if parameter.default is REQUIRED and name not in values]
     if missing:
-        raise PresetError(f"{option}: missing {', '.join(missing)}; write {option}.{missing[0]}=...")
+        key = f"{option}.{missing[0]}"
+        override = f"'+{key}=${{optimizer}}'" if key == "model.optimizer" else f"{key}=..."
+        raise PresetError(f"{option}: missing {', '.join(missing)}; write {override}")
 
 
 def accepts(kind: Any, value: Any) -> bool:

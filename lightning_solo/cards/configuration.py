@@ -222,11 +222,11 @@ class Configuration:
         factor = self.accumulate_grad_batches
         for chosen in self.techniques:
             if factor not in (None, 1) and "accumulation_factor" in chosen.owned():
-                removal = f"write {chosen.removal}, or drop accumulate_grad_batches"
+                removal = f"{chosen.removal}, or drop accumulate_grad_batches"
                 remedy = chosen.card.instead.get("accumulation_factor", removal)
                 yield (
                     f"{chosen.choice} sets the factor itself, and accumulate_grad_batches={factor} sets it too;"
-                    f" {remedy.format(factor=factor)}"
+                    f" write {remedy.format(factor=factor)}"
                 )
 
     def requirements(self) -> Iterator[tuple[Requirement, str]]:

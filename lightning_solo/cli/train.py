@@ -134,6 +134,13 @@ def _train(cfg: DictConfig, folder: Path, checked: CheckedConfig, run_folder: Ru
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
     except MisconfigurationException as error:
         raise PresetError(_unlogged(cfg.monitor, trainer.callback_metrics) or str(error)) from error
+    except RuntimeError as error:
+        if not str(error).startswith("Error while merging hparams"):
+            raise
+        raise PresetError(
+            f"{type(model).__name__} and {type(data).__name__}: {error} Write the same value for both, or"
+            " self.save_hyperparameters(logger=False) in one"
+        ) from error
     except SystemExit as exit_:
         terminated = isinstance(exit_, SIGTERMException)  # Lightning's, whose status would be 0
         interrupted = isinstance(exit_.__context__, KeyboardInterrupt)

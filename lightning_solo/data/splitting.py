@@ -66,15 +66,25 @@ def samples_of(batch: Any, batch_dim: BatchDim = 0) -> int:
             listed = ", ".join(f"{path or 'the batch'} {shape}" for path, shape in shapes.items())
             named.append(f"{'no such dimension' if length is None else length}: {listed}")
         dims = {path: _dim_of(path, batch_dim) for path in by_path}
+        indices = {path for path, leaf in by_path.items() if isinstance(leaf, torch.Tensor) and not _is_real(leaf)}
         raise ConflictError(
             f"micro-batches: callback.micro_batching.batch_dim={_written(batch_dim)} has several lengths,"
-            f" {'; '.join(named)}; write {' or '.join(_remedies(lengths, dims))}"
+            f" {'; '.join(named)}; write {' or '.join(_remedies(lengths, dims, indices))}"
         )
     return next(length for length in lengths if length is not None)
 
 
-def _remedies(lengths: Mapping[int | None, Mapping[str, tuple[int, ...]]], dims: Mapping[str, int | None]) -> list[str]:
-    """Return the settings that split a batch whose tensors have several lengths along ``dims``, most likely first."""
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.dtype is torch.bool
+
+
+def _remedies(
+    lengths: Mapping[int | None, Mapping[str, tuple[int, ...]]], dims: Mapping[str, int | None], indices: set[str]
+) -> list[str]:
+    """Return the settings that split a batch whose tensors have several lengths along ``dims``, most likely first.
+
+    Tensors of integers, such as the edges of a graph, may be ``indices`` of rows, so that parts can't share them.
+    """
     shapes = {path: shape for each in lengths.values() for path, shape in each.items()}
     dims = {path: dim for path, dim in dims.items() if dim is None or path in shapes}
     usual = sorted(lengths, key=lambda length: 0 if length is None else -len(lengths[length]))
@@ -88,7 +98,8 @@ def _remedies(lengths: Mapping[int | None, Mapping[str, tuple[int, ...]]], dims:
     if len(lengths) > 1:
         shared = [path for path in shapes if path not in lengths[usual[0]]]
         written = _written({**dims, **dict.fromkeys(shared)})
-        remedies.append(f"callback.micro_batching.batch_dim={written} to share {', '.join(shared)}")
+        if indices.isdisjoint(shared):
+            remedies.append(f"callback.micro_batching.batch_dim={written} to share {', '.join(shared)}")
     return [*remedies, _SPLIT]
 
 

@@ -70,6 +70,8 @@ class AttentionCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         while frame is not None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and owner in self._names:
+                if hasattr(owner, "_defaults"):  # a metric
+                    return []
                 return [f"{self._names[owner]} ({type(owner).__name__})"]
             frame = frame.f_back
         return []

@@ -302,20 +302,10 @@ class _Call:
         statistics = statistics_kept(self.block) if self.wrap.statistics else _NO_MODULES
         with self.state, host, statistics as kept:
             if not self.verify:
-                with self.using:
-                    self.run(args, kwargs)
+                self.run_again(args, kwargs)
                 return
             buffers = [(m, name, b, b.clone()) for m, name, b in _buffers(self.block) if m not in kept]
-            try:
-                with self.using:
-                    output = self.run(args, kwargs)
-            except RuntimeError as error:
-                if self.wrap.keep is None or "mutated" not in str(error):
-                    raise
-                raise self.conflict(
-                    "changes a kept result in place (write callback.activation_checkpointing.keep=nothing, or relu for"
-                    " relu_)"
-                ) from error
+            output = self.run_again(args, kwargs)
             for module, name, buffer, before in buffers:
                 if not _same(before, module._buffers.get(name, buffer)):
                     raise self.conflict(f"updates {type(module).__name__}.{name} in forward, which would happen twice")
@@ -323,6 +313,24 @@ class _Call:
         tolerance = 2e-2 if self.low_precision or any(t.dtype.itemsize < 4 for t in new) else 1e-3
         if len(new) != len(self.samples) or not all(map(_same, self.samples, new, [tolerance] * len(new))):
             raise self.conflict("gives another output when it is computed again")
+
+    def run_again(self, args: Any, kwargs: Any) -> Any:
+        """Run the block's own forward with the results that its first one kept."""
+        try:
+            with self.using:
+                return self.run(args, kwargs)
+        except RuntimeError as error:
+            if self.wrap.keep is not None and "mutated" in str(error):
+                raise self.conflict(
+                    "changes a kept result in place (write callback.activation_checkpointing.keep=nothing, or relu for"
+                    " relu_)"
+                ) from error
+            if self.wrap.keep is not None and "backward an extra time" in str(error):
+                raise ConflictError(
+                    f"activation checkpointing: block {self.wrap.name!r} has a second backward, as in a penalty of"
+                    " gradients, and kept results allow one; write callback.activation_checkpointing.keep=nothing"
+                ) from error
+            raise
 
     def different(self) -> ConflictError:
         return self.conflict("saves other tensors when it is computed again")

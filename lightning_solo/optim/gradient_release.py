@@ -251,7 +251,8 @@ class StepInBackward:
         self.forget()
         return GradientError(
             f"{self._name(parameter)} got a second gradient in one window{consequence}: write use_reentrant=False for"
-            " activation checkpointing, or ~callback.gradient_release; with StepInBackward itself, call"
+            " activation checkpointing, Trainer(accumulate_grad_batches=...) instead of an optimizer_step that doesn't"
+            " step each time, or ~callback.gradient_release; with StepInBackward itself, call"
             " release.step() after each window, and write accumulation=2 for several backward calls in one"
         )
 

@@ -18,7 +18,7 @@ from lightning_solo.memory.ledger import Ledger
 from lightning_solo.memory.reading import read
 from lightning_solo.planner import preset_plans
 from lightning_solo.planner.device import CPU
-from lightning_solo.planner.plan import Plan, as_fast
+from lightning_solo.planner.plan import NEAR, NEAR_S, Plan, as_fast
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose, compose_all
@@ -151,7 +151,8 @@ def why(chosen: Plan, plans: Sequence[Plan]) -> str:
         only = "the only one that fits" + (", if only just" if chosen.verdict == "tight" else "")
         return f"auto: {chosen.preset}, {only}; {leaves}"
     if as_fast(others[0], chosen):
-        return f"auto: {chosen.preset}, which changes least among the fastest that fit; {leaves}"
+        equal = f"estimates within {NEAR:.0%} and {NEAR_S * 1e3:.0f} ms count as equal"
+        return f"auto: {chosen.preset}, which changes least among the fastest that fit ({equal}); {leaves}"
     less = 1 - chosen.seconds_per_example / others[0].seconds_per_example
     before = f"in an estimated {less:.0%} less time than {others[0].preset}"
     return f"auto: {chosen.preset}, the fastest that fits, {before}; {leaves}"

@@ -15,7 +15,7 @@ from lightning_solo.planner.fake_modules import empty_parameters
 
 
 def first_batch(make: Callable[[], Any]) -> Any:
-    """Return the first batch of a module's own ``train_dataloader``; several loaders are combined as in a run.
+    """Return the first batch of a module or data module; several loaders are combined as in a run.
 
     Raises:
         PresetError: there is none.
@@ -32,9 +32,8 @@ def first_batch(make: Callable[[], Any]) -> Any:
         return batch
     except Exception as error:
         raise PresetError(
-            f"batch: none given, and {type(module).__name__}.train_dataloader() gives none"
-            f" ({type(error).__name__}: {error}); give one micro-batch, such as"
-            " batch=next(iter(datamodule.train_dataloader()))"
+            f"batch: {type(module).__name__}.train_dataloader() gives none ({type(error).__name__}: {error}); write"
+            " batch=datamodule, or give one micro-batch"
         ) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -41,6 +42,8 @@ class Planner:
     def __post_init__(self) -> None:
         if self.batch is None:
             self.batch = first_batch(self.make)
+        elif hasattr(self.batch, "train_dataloader"):
+            self.batch = first_batch(partial(copy, self.batch))
         elif callable(self.batch):
             self.batch = self.batch()
         self._examples = examples(self.batch)

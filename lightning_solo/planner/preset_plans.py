@@ -43,8 +43,8 @@ def plan(
 
     Args:
         module: a LightningModule, or a function without arguments that returns one; then no weights are allocated.
-        batch: one micro-batch, as ``training_step`` receives it, or a function that returns one; by default the first
-            of the module's own ``train_dataloader``.
+        batch: one micro-batch, as ``training_step`` receives it, a function that returns one, or a data module, whose
+            first batch is taken; by default the first of the module's own ``train_dataloader``.
         preset: the name of one preset, names to combine, or its fields; the result is then one `Plan`.
         presets: several names, ``"all"``, or checked presets by name; the result is then a list of plans, in the order
             in which to try them.
@@ -66,7 +66,7 @@ def plan(
         PlanError: the module can't be planned, or not under any of the presets.
     """
     configs = _configs(preset, presets, overrides, allow)
-    if batch is not None and not callable(batch):
+    if batch is not None and not callable(batch) and not hasattr(batch, "train_dataloader"):
         examples(batch)
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
         raise PresetError(f"micro_batch={micro_batch!r}: write a whole number of at least 1")

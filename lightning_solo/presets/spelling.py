@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-_BEFORE = r"""(?<![\w./('"~+])([~+]*)"""
+_START = r"""(?<![\w./('"~+])"""
+_BEFORE = rf"{_START}([~+]*)"
 _CHOICE = re.compile(rf"{_BEFORE}(callback|strategy)=(?!')")
 _FIELD = re.compile(rf"{_BEFORE}((?:precision|accumulate_grad_batches|strategy|callback|auto)(?:=|\.(?=\w)))")
+_OPTION = r"(?:precision|accumulate_grad_batches|strategy|callback|auto)[\w.]*=(?!')"
+_OVERRIDE = re.compile(rf"{_START}([~+]+(?:callback|strategy)|{_OPTION})")
 
 
 def on_command_line(message: str) -> str:
@@ -21,6 +24,17 @@ def on_command_line(message: str) -> str:
     "'precision=16' and trainer.precision=16: write solo.precision=16, or Trainer(strategy='auto')"
     """
     return _FIELD.sub(r"\1solo.\2", _CHOICE.sub(r"\1solo/\2=", message))
+
+
+def on_lightning_cli(message: str) -> str:
+    """Return a message with the options of `SoloCLI` in place of overrides.
+
+    >>> on_lightning_cli("callback.attention: write ~callback.attention, or precision=bf16-true")
+    'callback.attention: write --solo_overrides+=~callback.attention, or --solo_overrides+=precision=bf16-true'
+    >>> on_lightning_cli("the preset sets precision='bf16-true'; write overrides=['precision=32-true']")
+    "the preset sets precision='bf16-true'; write --solo_overrides=['precision=32-true']"
+    """
+    return _OVERRIDE.sub(r"--solo_overrides+=\1", re.sub(r"(?<![\w.(])overrides=\[", "--solo_overrides=[", message))
 
 
 def written(value: object) -> str:

@@ -124,6 +124,7 @@ class StdlibText(L.LightningDataModule):
     ) -> None:
         super().__init__()
         counts = {"context": context, "batch_size": batch_size, "validation_batches": validation_batches}
+        counts["max_bytes"] = max_bytes
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -15,11 +16,17 @@ def uses_gradients(function: Any) -> bool:
     >>> uses_gradients(lambda p: p.grad.mul_(2)), uses_gradients(lambda loss: loss.backward())
     (True, False)
     """
-    return _names_gradients(getattr(function, "__code__", None))
+    return bool(gradient_names(function))
 
 
-def _names_gradients(code: CodeType | None) -> bool:
-    if code is None:
-        return False
-    inner = (each for each in code.co_consts if isinstance(each, CodeType))
-    return any("grad" in name and name not in OTHERS for name in code.co_names) or any(map(_names_gradients, inner))
+def gradient_names(function: Any) -> set[str]:
+    """Return the names of gradients, and of functions on them, in a function's code."""
+    return {name for name in _names(getattr(function, "__code__", None)) if "grad" in name} - OTHERS
+
+
+def _names(code: CodeType | None) -> Iterator[str]:
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from _names(constant)

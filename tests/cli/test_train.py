@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule, LightningModule
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_solo.cli import train as train_command
@@ -146,6 +148,7 @@ def test_an_optimizer_that_the_model_does_not_take_is_no_part_of_the_runs_config
         ("data.context=0", ["data", "context=0", "at least 1"]),
         ("data.validation_batches=0", ["data", "validation_batches=0", "at least 1"]),
         ("data.num_workers=-1", ["data", "num_workers=-1", "at least 0"]),
+        ("data.max_bytes=-1", ["data", "max_bytes=-1", "at least 1"]),
         ("data.max_bytes=100", ["data", "context=128", "129 bytes", "max_bytes=100", "smaller context"]),
         ("data.batch_size=100000000", ["data", "batch_size=100000000", "windows of context=128"]),
         ("model.heads=3", ["model", "width=32", "heads=3", "try width=33"]),
@@ -310,6 +313,34 @@ class MyModule(L.LightningModule):
     def train_dataloader(self):
         return DataLoader(TensorDataset(torch.ones(64, self.width)), batch_size=4)
 """
+
+
+def test_hyperparameters_of_module_and_data_that_differ_are_refused_without_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Net(LightningModule):
+        def __init__(self, batch_size: int = 4) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    class Rows(LightningDataModule):
+        def __init__(self, batch_size: int = 8) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.zeros(8, 2), batch_size=8)
+
+    monkeypatch.setattr(train_command, "build_parts", lambda checked: (Net(), Rows()))
+    with pytest.raises(PresetError, match=mentions("Net and Rows", "batch_size", "save_hyperparameters(logger=False)")):
+        train_command.train(compose_application(["experiment=quick", "trainer.val_check_interval=null"]), tmp_path)
 
 
 @pytest.mark.long

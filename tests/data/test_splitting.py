@@ -111,7 +111,7 @@ def test_ranges_are_few_and_even(samples: int, most: int) -> None:
 
 def test_lengths_that_differ_are_named_with_the_remedy() -> None:
     with pytest.raises(ConflictError, match=mentions("time (3, 5)", "x (5, 2)", "batch_dim={time:1}", "{time:null}")):
-        samples_of({"x": rows(), "y": rows(), "time": rows(3, 5)})
+        samples_of({"x": rows(), "y": rows(), "time": rows(3, 5).float()})
 
 
 BATCHES = {
@@ -139,6 +139,18 @@ def test_dimension_of_another_length_is_not_offered() -> None:
     with pytest.raises(ConflictError, match=mentions("edge (2, 9)")) as caught:
         samples_of(BATCHES["edges"])
     assert "{edge:1}" not in str(caught.value)
+
+
+def test_tensors_that_may_be_indices_of_rows_are_not_offered_to_be_shared() -> None:
+    graph = {
+        "x": torch.zeros(20, 8),
+        "edge_index": torch.zeros(2, 40).long(),
+        "graph": rows(20, 1),
+        "y": rows(4).float(),
+    }
+    with pytest.raises(ConflictError, match=mentions("edge_index (2, 40)", "write split=f")) as caught:
+        samples_of(graph)
+    assert "to share" not in str(caught.value)
 
 
 def test_missing_dimension_is_refused() -> None:

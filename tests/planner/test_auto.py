@@ -241,7 +241,7 @@ def test_a_budget_above_this_devices_memory_is_refused() -> None:
 
 
 def test_missing_module_is_refused_with_the_call_to_write() -> None:
-    with pytest.raises(PresetError, match=mentions('write trainer_kwargs("auto", module=module, batch=batch)')):
+    with pytest.raises(PresetError, match=mentions("write module=module", "batch=datamodule")):
         trainer_kwargs("auto")
 
 

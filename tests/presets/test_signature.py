@@ -56,3 +56,5 @@ def test_missing_and_unknown_arguments_are_named() -> None:
     assert adam["params"].default is REQUIRED
     with pytest.raises(PresetError, match=mentions("optimizer: ", "params")):
         check_arguments({"lr": 1.0}, adam, "optimizer")
+    with pytest.raises(PresetError, match=mentions("model: ", "write '+model.optimizer=${optimizer}'")):
+        check_arguments({}, {"optimizer": adam["params"]}, "model")

@@ -30,6 +30,8 @@ def test_files_are_the_librarys_own_and_the_split_is_by_file() -> None:
 
 
 def test_the_text_is_that_of_the_files() -> None:
+    with pytest.raises(ValueError, match="max_bytes=-1 must be at least 1"):
+        StdlibText(max_bytes=-1)
     data = StdlibText(max_bytes=300_000)
     train, validation = split_files(300_000)
     assert data.train_bytes == sum(path.stat().st_size for path in train)

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -238,9 +239,21 @@ def test_math_kernel_of_torch_is_reported(make_trainer):
     fitted(make_trainer, Attention("math"), module=module_of(dropout=0.1))
 
 
+class Softmaxing(torchmetrics.MeanMetric):
+    """A metric in place of a layer, as an AUROC that makes probabilities of logits."""
+
+    def forward(self, x):
+        self.update(x.detach().softmax(-1))
+        return x
+
+
 def test_modules_that_compute_a_softmax_are_named(make_trainer):
     with pytest.raises(NothingToDoError, match=mentions("net.0 (ByHand), net.1 (ByHand)", "callback.attention")):
         fitted(make_trainer, Attention(), module=module_of(ByHand))
+    measured = module_of(ByHand)
+    measured.net[0] = torch.nn.Sequential(measured.net[0], Softmaxing())
+    with pytest.raises(NothingToDoError, match=mentions("compute a softmax: net.0.0 (ByHand), net.1 (ByHand);")):
+        fitted(make_trainer, Attention(), module=measured)
     torchs = module_of(Torchs, need_weights=True)
     with pytest.raises(NothingToDoError, match=mentions("net.0.attention (MultiheadAttention)", "need_weights=False")):
         fitted(make_trainer, Attention(), module=torchs)

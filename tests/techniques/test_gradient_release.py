@@ -256,6 +256,13 @@ def test_clipping_by_hand(home: ModuleType, make_trainer: Make) -> None:
     with pytest.warns(UserWarning, match=mentions("self.clip_gradients")):
         fit(home, make_trainer, [GradientRelease()], other)
 
+    def clips(self: Any, *args: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+    type(other).configure_gradient_clipping = clips
+    with pytest.raises(ConflictError, match=mentions("self.clip_gradients", "~callback.gradient_release")):
+        fit(home, make_trainer, [GradientRelease()], other)
+
 
 # --- memory ---
 

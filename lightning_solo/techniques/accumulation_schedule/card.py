@@ -92,8 +92,8 @@ CARD = Card(
     owns=_owned,
     reads=_read,
     instead={
-        "accumulation_factor": "write the factor as a milestone,"
-        " callback.accumulation_schedule.milestones=[[0,{factor}]], and drop accumulate_grad_batches",
+        "accumulation_factor": "callback.accumulation_schedule.milestones=[[0,{factor}]], a milestone with the factor,"
+        " and drop accumulate_grad_batches",
         "micro_batch_weights": "callback.accumulation_schedule.weight_by=batches, by other than noise_scale; the"
         " technique that divides batches weighs all of a step by its own weight_by",
     },

@@ -15,12 +15,14 @@ from lightning_solo.errors import ConflictError
 from lightning_solo.optim.gradient_release import StepInBackward
 from lightning_solo.seams import patches
 from lightning_solo.seams.homes import part
-from lightning_solo.seams.hooks import uses_gradients
+from lightning_solo.seams.hooks import gradient_names, uses_gradients
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.gradient_release.card import CARD, REMOVAL, SCALED, Settings
 from lightning_solo.units import format_bytes
 
+CLIPPING = {"clip_gradients", "configure_gradient_clipping"}
+"""Lightning's functions that clip, under released gradients too."""
 VARYING = sys.maxsize
 """Number of micro-batches that stands for a varying one: an open window resumes only in a run with the same number."""
 
@@ -111,7 +113,16 @@ class GradientRelease(Technique, Settings):
                 f"{type(owner).__name__}.{hook} finds no .grad: gradients are released in backward; to log their"
                 f" norms write +callback=gradient_norm; if it changes gradients, write {REMOVAL}"
             )
-        return bool(overridden("configure_gradient_clipping", ctx.module))
+        if not overridden("configure_gradient_clipping", ctx.module):
+            return False
+        names = gradient_names(ctx.module.configure_gradient_clipping)
+        if names and names.isdisjoint(CLIPPING):
+            raise ConflictError(
+                f"{type(ctx.module).__name__}.configure_gradient_clipping clips by itself, but parameters have no"
+                " .grad there, since gradients are released in backward; call self.clip_gradients(optimizer, bound,"
+                f" 'norm') in it, or write {REMOVAL}"
+            )
+        return True
 
     def _words(self, ctx: Run, release: StepInBackward) -> str:
         if release.immediate:

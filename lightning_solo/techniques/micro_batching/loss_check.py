@@ -82,7 +82,11 @@ def _refusal(ctx: Run, splitter: Splitter, few: Any, parts: Sequence[MicroBatch]
     loss, terms, called = different
     embed = called[0] if len(called) == 1 else f"[{','.join(called)}]" if called else "<module or method>"
     remedy = _remedy_of_mean(splitter, few, parts, loss, terms, tolerance)
-    remedy = remedy or f"if it compares samples, write {EMBED}={embed} with the part that embeds them"
+    remedy = remedy or (
+        f"if it compares samples, write {EMBED}={embed} with the part that embeds them; if it is a mean by other"
+        " weights, as of masked elements, write callback.micro_batching.weight_by=<the key of the weights in a batch"
+        " that is a mapping>"
+    )
     return (
         f"callback.micro_batching: the loss of {samples} samples is {loss:.6g}, and the mean over {len(parts)} parts of"
         f" them by {splitter.weight_by} is {sum(terms):.6g}; {remedy}, or callback.micro_batching.check=false to train"
