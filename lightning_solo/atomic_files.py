@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -10,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 TEMPORARY = re.compile(r"\.new-\d+-\d+")
 """Names of unfinished files: process and thread that write them."""
@@ -67,6 +68,38 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def open_own(path: Path) -> IO[bytes]:
+    """Open a file of ours to append to it, and to read; a new one is made.
+
+    Raises:
+        OSError: it can't be opened, or is a link, which may lead to a file of something else.
+    """
+    try:
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a+b")
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a link, which may lead to any file; remove it", str(path)) from None
+        raise
+
+
+def link_outwards(folder: Path, pattern: str = "**/*") -> Path | None:
+    """Return a link among a folder's files that leads out of it, or the folder if it is a link itself; else None."""
+    if folder.is_symlink():
+        return folder
+    inside = folder.resolve()
+    links = (path for path in sorted(folder.glob(pattern)) if path.is_symlink())
+    return next((path for path in links if not path.resolve().is_relative_to(inside)), None)
+
+
+def is_name(text: str) -> bool:
+    """Return whether a text is the name of a file, and no path.
+
+    >>> [is_name(text) for text in ("last.ckpt", "../last.ckpt", "/last.ckpt", "..", "", "a" + chr(0), "a" * 300)]
+    [True, False, False, False, False, False, False]
+    """
+    return Path(text).name == text != ".." and text.isprintable() and 0 < len(os.fsencode(text)) < 256
 
 
 def try_lock(descriptor: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_solo.atomic_files import read_json, sync, write_json
+from lightning_solo.atomic_files import is_name, read_json, sync, write_json
 from lightning_solo.checkpoint.writing import digest
 from lightning_solo.errors import CheckpointError
 
@@ -54,6 +54,10 @@ def refuse_changed(folder: Path) -> None:
     """
     for name, written in (read_json(folder / HASHES) or {}).items():
         file = folder / name
+        if not all(map(is_name, name.split("/"))):
+            raise CheckpointError(
+                f"{folder}: its {HASHES} names {name!r}, which is no file in it; take another checkpoint"
+            )
         if not file.is_file() or list(digest(file)) != written:
             reason = "isn't as it was written" if file.is_file() else "is missing"
             raise CheckpointError(f"{folder} is damaged ({name} {reason}); take another checkpoint")

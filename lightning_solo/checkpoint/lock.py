@@ -10,14 +10,14 @@ import weakref
 from pathlib import Path
 from typing import IO
 
-from lightning_solo.atomic_files import TEMPORARY, try_lock
+from lightning_solo.atomic_files import TEMPORARY, open_own, try_lock
 from lightning_solo.errors import CheckpointError
 
 LOCK = ".lock"
 """File in a folder of checkpoints, locked by the run that writes them."""
 
 
-def lock(folder: Path, another: str = "ModelCheckpoint(dirpath=...)") -> IO[str]:
+def lock(folder: Path, another: str = "ModelCheckpoint(dirpath=...)") -> IO[bytes]:
     """Lock a folder for this run, and remove what an earlier run left unfinished; return the locked file.
 
     The lock ends when the file is closed, however its process ends. Where the file system has no locks, a warning says
@@ -29,9 +29,10 @@ def lock(folder: Path, another: str = "ModelCheckpoint(dirpath=...)") -> IO[str]
 
     Raises:
         CheckpointError: another run writes there; names its process and machine.
+        OSError: the folder can't be written, or its lock is a link.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / LOCK).open("a+", encoding="utf-8")
+    file = open_own(folder / LOCK)
     try:
         is_ours = try_lock(file.fileno())
     except OSError as error:
@@ -43,22 +44,22 @@ def lock(folder: Path, another: str = "ModelCheckpoint(dirpath=...)") -> IO[str]
         return file
     if not is_ours:
         file.seek(0)
-        owner = file.read().strip() or "another process"
+        owner = file.read(200).decode(errors="replace").strip() or "another process"
         file.close()
         raise CheckpointError(
             f"{folder} is in use by {owner}: wait for that run, end it, or save to another folder, such as {another}"
         )
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
     file.flush()
     _HELD.add(file)
     for left in folder.glob(".new-*"):  # nobody else writes here
         if TEMPORARY.fullmatch(left.name):
-            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink(missing_ok=True)
     return file
 
 
-def holds(file: IO[str], folder: Path) -> bool:
+def holds(file: IO[bytes], folder: Path) -> bool:
     """Return whether a file that `lock` returned is still the lock of the folder, which may have been deleted."""
     try:
         return os.path.samestat((folder / LOCK).stat(), os.fstat(file.fileno()))
@@ -66,7 +67,7 @@ def holds(file: IO[str], folder: Path) -> bool:
         return False
 
 
-_HELD: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+_HELD: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:

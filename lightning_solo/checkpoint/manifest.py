@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_solo.atomic_files import sync
+from lightning_solo.atomic_files import is_name, open_own, sync
 from lightning_solo.checkpoint.damage import damage
 from lightning_solo.checkpoint.writing import Written, corrupt, digest, unloadable
 from lightning_solo.errors import CheckpointError, listed
@@ -52,7 +52,7 @@ def append(folder: Path, entry: Entry, *, durable: bool = True) -> None:
     """Add a line to the manifest of a folder."""
     path = folder / MANIFEST
     is_new = not path.exists()
-    with path.open("ab") as file:
+    with open_own(path) as file:
         # a leading line break ends a line that a killed process has left unfinished
         file.write(b"\n" + json.dumps(asdict(entry)).encode() + b"\n")
         file.flush()
@@ -63,9 +63,12 @@ def append(folder: Path, entry: Entry, *, durable: bool = True) -> None:
 
 
 def entries(folder: Path) -> list[Entry]:
-    """Return the lines of a folder's manifest, the oldest first; lines that can't be read are left out."""
+    """Return the lines of a folder's manifest, the oldest first.
+
+    Lines that can't be read are left out, and those of files in other folders.
+    """
     try:
-        lines = (folder / MANIFEST).read_bytes().splitlines()
+        lines = (folder / MANIFEST).read_bytes().splitlines() if (folder / MANIFEST).is_file() else []
     except OSError:
         return []
     return [entry for line in lines if (entry := _parsed(line)) is not None]
@@ -75,10 +78,11 @@ def _parsed(line: bytes) -> Entry | None:
     try:
         values = json.loads(line)
         entry = Entry(**{field.name: values[field.name] for field in fields(Entry) if field.name in values})
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, RecursionError):
         return None
     numbers = isinstance(entry.step, int) and isinstance(entry.epoch, int) and isinstance(entry.size, int)
-    return entry if numbers and isinstance(entry.file, str) and isinstance(entry.sha256, str) else None
+    texts = isinstance(entry.file, str) and isinstance(entry.sha256, str)
+    return entry if numbers and texts and is_name(entry.file) else None
 
 
 def difference(path: Path) -> str | None:
@@ -126,7 +130,8 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
     The newest is the one of the most optimizer steps, whatever the files' times are. Its content is compared with the
     manifest that was written with them. Without one, or for files that it doesn't list, the checksums within the files
-    are checked, and the manifest is written anew. A warning names each file that is passed over.
+    are checked, and the manifest is written anew. A warning names each file that is passed over, such as a link to a
+    file in another folder.
 
     Raises:
         CheckpointError: there are checkpoints, and none is valid.
@@ -135,7 +140,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     found = sorted(_candidates(root), key=lambda each: each[:3], reverse=True)
     rejected: list[str] = []
     for _, _, _, path in found:
-        reason = difference(path)
+        reason = _leads_out(path) or difference(path)
         if reason is None:
             _warn_of(rejected, path)
             _relist(root, path)
@@ -147,6 +152,11 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
             " beginning in another folder"
         )
     return None
+
+
+def _leads_out(path: Path) -> str | None:
+    target = path.resolve()
+    return None if target.parent == path.parent.resolve() else f"it is a link to {target}, in another folder"
 
 
 def _warn_of(rejected: list[str], path: Path) -> None:

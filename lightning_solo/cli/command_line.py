@@ -108,6 +108,11 @@ def check_command_line(arguments: Sequence[str]) -> None:
     flags, overrides = split(arguments)
     if any(flag.startswith("--experimental-rerun") for flag in flags):
         raise PresetError("--experimental-rerun unpickles a file, which could run any code; give the overrides again")
+    if any(flag.partition("=")[0] in ("-cn", "--config-name", "-cp", "--config-path") for flag in flags):
+        raise PresetError(
+            "--config-name and --config-path: lightning-solo train has its own application; write experiment=<name> for"
+            " conf/experiment/<name>.yaml"
+        )
     if any(flag in ("-h", "--help", "--hydra-help", "--version") for flag in flags):
         return
     sweeping = any(flag in ("-m", "--multirun") for flag in flags)
@@ -311,9 +316,24 @@ def check_application(cfg: DictConfig, overrides: Sequence[str]) -> CheckedConfi
         PresetError, ConflictError: as `check_config`, `check_hydra` and `check_root`.
     """
     check_hydra(cfg)
+    refuse_trust_in_files(cfg, overrides)
     checked = check_config(cfg, overrides)
     check_root(Path(str(cfg.root)) / str(cfg.run))
     return checked
+
+
+def refuse_trust_in_files(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse ``allow`` in a configuration file, which may come from elsewhere.
+
+    Raises:
+        PresetError: it isn't given on the command line.
+    """
+    if cfg.get("allow") and not any(parse_override(text).key_or_group == "allow" for text in overrides):
+        names = ",".join(map(str, cfg.allow))
+        raise PresetError(
+            f"allow=[{names}] stands in a configuration file, which could trust any code; if you trust these prefixes,"
+            f" write allow=[{names}] on the command line"
+        )
 
 
 def _check_choice(group: str, choice: object) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from lightning_solo.atomic_files import write_json
+from lightning_solo.atomic_files import link_outwards, write_json
 from lightning_solo.checkpoint.damage import LAST
 from lightning_solo.checkpoint.lock import lock
 from lightning_solo.checkpoint.manifest import latest_checkpoint
@@ -51,11 +53,16 @@ class RunFolder:
         """Return the checkpoint to resume from; or write configuration and versions, and return None.
 
         Raises:
-            PresetError: the folder can't be written.
+            PresetError: the folder can't be written, or has a link to elsewhere.
             CheckpointError: the folder has a run and ``resume=never``, or none of its checkpoints is valid; or another
                 process trains there.
             ConflictError: the run to resume has another configuration; lists every difference.
         """
+        if (link := link_outwards(self.path)) is not None:
+            raise PresetError(
+                f"run={cfg.run}: {link} is a link to {link.resolve()}, and a run writes into its own folder only; write"
+                " root=<a folder there>, or copy the files"
+            )
         try:
             self._lock.enter_context(lock(self.path, "run=... or root=..."))
         except OSError as error:
@@ -95,7 +102,16 @@ class RunFolder:
     def _refuse_changes(self, cfg: DictConfig) -> None:
         if not self.config.exists():
             return
-        plain: list[Any] = [OmegaConf.to_container(each, resolve=False) for each in (OmegaConf.load(self.config), cfg)]
+        try:
+            saved = OmegaConf.create(self.config.read_text(encoding="utf-8"))
+            if not OmegaConf.is_dict(saved):
+                raise ValueError("it is no mapping")
+            plain: list[Any] = [OmegaConf.to_container(each, resolve=False) for each in (saved, cfg)]
+        except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+            raise CheckpointError(
+                f"{self.config} can't be read ({str(error).partition(chr(10))[0]}), so changes can't be found; write"
+                " resume=override to resume with the settings of this command"
+            ) from error
         plain[0]["solo"] = old_spellings.updated(plain[0].get("solo") or {})
         before, now = (dict(leaves(each, of_lists=False)) for each in plain)
         changed = [

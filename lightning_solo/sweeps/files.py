@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning_solo.atomic_files import read_json, try_lock
+from lightning_solo.atomic_files import link_outwards, read_json, try_lock
 from lightning_solo.errors import CheckpointError
 from lightning_solo.processes import is_running
 
@@ -77,8 +77,14 @@ class SweepFolder:
         command was killed, this waits for the end of its jobs.
 
         Raises:
-            CheckpointError: another command works on the sweep; names its process.
+            CheckpointError: another command works on the sweep; names its process. Or its folder, the folder of a job
+                or a file of ours is a link to elsewhere.
         """
+        if (link := link_outwards(self.path, "*") or link_outwards(self.state)) is not None:
+            raise CheckpointError(
+                f"{link} is a link to {link.resolve()}, and a sweep writes into its own folder only; remove it, or give"
+                " another name: run=..., or in an application of your own hydra.sweep.dir=..."
+            )
         self.state.mkdir(parents=True, exist_ok=True)
         path = self.state / "lock"
         with path.open("a") as file:

@@ -78,6 +78,32 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
             id="row 82, case 5",
         ),
         pytest.param(["+hydra.job_logging.formatters.x={'()':os.system}"], ["os.system"], id="row 82, case 6"),
+        *(
+            pytest.param([f"hydra.{text}"], [f"hydra.{text.partition('=')[0]}"], id=f"row 82, {text}")
+            for text in (
+                "hydra_logging.handlers.console.class=os.system",
+                "job_logging.handlers.console.stream=ext://antigravity.x",
+                "job_logging.handlers.file.filename=/tmp/elsewhere.log",
+                "job_logging.handlers.file.filename=${hydra.runtime.output_dir}/../../x.log",
+                "job_logging.handlers.file.filename=${hydra.runtime.output_dir}/${root}",
+                "job_logging=${trainer}",
+            )
+        ),
+        *(
+            pytest.param([f"{more}hydra.{text}"], [f"hydra.{text.partition('=')[0]}"], id=f"row 84, {text}")
+            for more, text in (
+                ("", "run.dir=/tmp/elsewhere"),
+                ("", "sweep.dir=../../x"),
+                ("", "sweep.subdir=../../x"),
+                ("", "output_subdir=../../x"),
+                ("", "job.name=../../x"),
+                ("", "job.name=${run}/../../x"),
+                ("+", "job.env_set.LD_PRELOAD=evil.so"),
+            )
+        ),
+        pytest.param(["hydra.launcher.preload=[antigravity]"], ["allow=[antigravity]"], id="row 81, preload"),
+        pytest.param(["hydra.launcher=${model}"], ["hydra.launcher", "${model}"], id="row 81, launcher"),
+        pytest.param(["--config-name", "other"], ["--config-name", "experiment=<name>"], id="row 81, application"),
         pytest.param(
             ["model=custom", "model._target_=m.X", "+model.x='${oc.create:{a:b}}'", "allow=[m]"],
             ["oc.create"],
@@ -192,6 +218,19 @@ def test_a_model_of_ones_own_folder_brings_its_optimizer_unless_one_was_chosen(
     for chosen in ("optimizer.lr=1e-3", "experiment=theirs"):
         with pytest.raises(ConflictError, match=r"\+model.optimizer="):
             check_command_line([*own, chosen])
+
+
+@pytest.mark.row(81)
+def test_configuration_files_cannot_trust_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file could allow what it names; trust is given on the command line."""
+    monkeypatch.chdir(tmp_path)
+    experiment = tmp_path / "conf" / "experiment" / "theirs.yaml"
+    experiment.parent.mkdir(parents=True)
+    experiment.write_text("# @package _global_\nallow: [m]\nmodel: {_target_: m.X, name: null}\n")
+    with pytest.raises(PresetError, match=mentions("allow=[m]", "command line")):
+        check_command_line(["experiment=theirs"])
+    with pytest.raises(PresetError, match=mentions("m.X")):
+        check_command_line(["experiment=theirs", "allow=[mine]"])
 
 
 def test_a_file_where_the_root_should_be_is_refused(tmp_path: Path) -> None:  # row 31

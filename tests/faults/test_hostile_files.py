@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import lightning_solo as solo
-from lightning_solo.checkpoint.manifest import MANIFEST
-from lightning_solo.errors import CheckpointError
+from lightning_solo.checkpoint.folders import HASHES, refuse_changed
+from lightning_solo.checkpoint.lock import LOCK
+from lightning_solo.checkpoint.manifest import MANIFEST, entries
+from lightning_solo.cli.run_folder import RunFolder
+from lightning_solo.errors import CheckpointError, PresetError
+from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.techniques.safe_checkpoint.technique import SafeCheckpoint
 from tests.cli.commands import call
+from tests.faults.file_faults import save
+from tests.messages import mentions
 from tests.modules import loader, regression
 
 Make = Callable[..., Any]
@@ -76,6 +85,132 @@ def test_code_in_a_manifest_is_text(tmp_path: Path) -> None:
     (tmp_path / "1.ckpt").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="no valid checkpoint"):
         solo.latest_checkpoint(tmp_path)
+    assert not marker.exists()
+
+
+LINES = {
+    "other folder": {"file": "../outside/9.ckpt"},
+    "absolute": {"file": "/etc/passwd"},
+    "line break": {"file": "9.ckpt\n"},
+    "NUL": {"file": "9\0.ckpt"},
+    "300 characters": {"file": "9" * 300},
+    "number": {"file": 9},
+    "no step": {"step": "9"},
+    "infinite": {"step": float("inf")},
+}
+
+
+@pytest.mark.row(41)
+@pytest.mark.parametrize("name", [*LINES, "nested", "a list", "half"])
+def test_hostile_line_of_a_manifest_is_left_out(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    save(folder / "1.ckpt", 1)
+    other = {"nested": "[" * 100_000, "a list": "[1]", "half": '{"file": "9.ckpt"'}
+    line = {"file": "1.ckpt", "step": 9, "epoch": 0, "size": 1, "sha256": "0" * 64} | LINES.get(name, {})
+    before = entries(folder)
+    with (folder / MANIFEST).open("a") as file:
+        file.write(other.get(name, json.dumps(line)) + "\n")
+    assert entries(folder) == before != []
+    assert solo.latest_checkpoint(folder) == str(folder / "1.ckpt")
+
+
+@pytest.mark.row(58, 85)
+def test_line_of_a_file_elsewhere_does_not_let_the_last_one_be_removed(make_trainer: Make, tmp_path: Path) -> None:
+    """The line has the hash of a real file, outside."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    save(outside / "2.ckpt", 2)
+    trainer = make_trainer(lightning.pytorch, callbacks=[SafeCheckpoint()])
+    trainer.fit(regression(lightning.pytorch), loader(2))
+    last = tmp_path / "saved" / "last.ckpt"
+    trainer.save_checkpoint(last)
+    (entry,) = entries(outside)
+    with (last.parent / MANIFEST).open("a") as file:
+        file.write(json.dumps({**asdict(entry), "file": "../outside/2.ckpt"}) + "\n")
+    with pytest.warns(match="last valid checkpoint"):
+        trainer.strategy.remove_checkpoint(last)
+    assert last.exists()
+
+
+@pytest.mark.row(85)
+@pytest.mark.parametrize("name", [LOCK, MANIFEST])
+def test_link_to_a_file_elsewhere_is_not_written(name: str, make_trainer: Make, tmp_path: Path) -> None:
+    target, folder = tmp_path / "keys", tmp_path / "saved"
+    target.write_text("ssh-rsa")
+    folder.mkdir()
+    (folder / name).symlink_to(target)
+    trainer = make_trainer(lightning.pytorch, callbacks=[SafeCheckpoint()])
+    trainer.fit(regression(lightning.pytorch), loader(2))
+    with pytest.raises(CheckpointError, match="it is a link"):
+        trainer.save_checkpoint(folder / "last.ckpt")
+    assert target.read_text() == "ssh-rsa"
+
+
+@pytest.mark.row(85)
+def test_link_to_a_checkpoint_elsewhere_is_passed_over_and_replaced(make_trainer: Make, tmp_path: Path) -> None:
+    folder, target = tmp_path / "saved", tmp_path / "outside" / "9.ckpt"
+    folder.mkdir()
+    target.parent.mkdir()
+    save(folder / "1.ckpt", 1)
+    save(target, 9)
+    (folder / "last.ckpt").symlink_to("1.ckpt")  # as ModelCheckpoint(save_last="link") makes it
+    assert solo.latest_checkpoint(folder) == str(folder / "1.ckpt")
+    (folder / "last.ckpt").unlink()
+    (folder / "last.ckpt").symlink_to(target)
+    with pytest.warns(match=mentions("passed over last.ckpt", str(target))):
+        assert solo.latest_checkpoint(folder) == str(folder / "1.ckpt")
+    before = target.read_bytes()
+    save(folder / "last.ckpt", 2)
+    assert target.read_bytes() == before
+    assert not (folder / "last.ckpt").is_symlink()
+
+
+@pytest.mark.row(85)
+@pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "states/../../x", "x" * 300, "a\0"])
+def test_list_of_hashes_names_files_in_its_folder_alone(name: str, tmp_path: Path) -> None:
+    (tmp_path / HASHES).write_text(json.dumps({name: [1, "0" * 64]}))
+    with pytest.raises(CheckpointError, match=mentions(HASHES, "no file in it")):
+        refuse_changed(tmp_path)
+
+
+@pytest.mark.row(85)
+@pytest.mark.parametrize("link", ["", "config.yaml", "checkpoints", "csv/metrics.csv"])
+def test_run_with_a_link_out_of_its_folder_is_refused(link: str, tmp_path: Path) -> None:
+    folder, outside = tmp_path / "runs" / "first", tmp_path / "outside"
+    outside.mkdir()
+    (folder / link).parent.mkdir(parents=True, exist_ok=True)
+    (folder / link).symlink_to(outside)
+    with RunFolder(folder) as run, pytest.raises(PresetError, match=mentions("run=first", str(outside), "root=")):
+        run.open(OmegaConf.create({"run": "first", "root": "runs", "resume": "auto"}))
+    assert [*outside.iterdir()] == []
+
+
+@pytest.mark.row(85)
+@pytest.mark.parametrize("link", ["", "results.jsonl", "3", ".sweep/jobs/3"])
+def test_sweep_with_a_link_out_of_its_folder_is_refused(link: str, tmp_path: Path) -> None:
+    folder, outside = tmp_path / "runs" / "first", tmp_path / "outside"
+    outside.mkdir()
+    (folder / link).parent.mkdir(parents=True, exist_ok=True)
+    (folder / link).symlink_to(outside)
+    with pytest.raises(CheckpointError, match=mentions(str(outside), "run=")), SweepFolder(folder).lock():
+        pass
+    assert [*outside.iterdir()] == []
+
+
+@pytest.mark.row(80)
+@pytest.mark.parametrize(
+    "content",
+    ["!!python/object/apply:os.system ['touch {marker}']", "[1]", "a: [", "a: {{b", "\0", "solo: ${{nowhere"],
+)
+def test_configuration_of_a_run_is_text(content: str, tmp_path: Path) -> None:
+    marker, folder = tmp_path / "marker", tmp_path / "runs" / "first"
+    save_folder = folder / "checkpoints"
+    save_folder.mkdir(parents=True)
+    save(save_folder / "last.ckpt", 1)
+    (folder / "config.yaml").write_text(content.format(marker=marker))
+    with RunFolder(folder) as run, pytest.raises(CheckpointError, match=mentions("config.yaml", "resume=override")):
+        run.open(OmegaConf.create({"run": "first", "root": "runs", "resume": "auto"}))
     assert not marker.exists()
 
 

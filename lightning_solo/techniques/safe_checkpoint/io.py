@@ -41,7 +41,7 @@ class SafeIO:
         self.removes = True  # whether checkpoints may be removed, as in a fit and after it
         self.failure = ""  # the error with which the fit ends
         self.is_half_stepped = False  # whether it came while weights were updated
-        self._locks: dict[Path, IO[str]] = {}
+        self._locks: dict[Path, IO[bytes]] = {}
         self._verified: dict[Path, tuple[int, int]] = {}  # written by this run -> size, time
         self._thread: threading.Thread | None = None
         self._removals: list[Any] = []  # paths to remove once the thread has written
@@ -76,17 +76,19 @@ class SafeIO:
             raise TypeError("save_checkpoint takes no storage_options under SafeCheckpoint: it writes local files")
         target = local(path)
         self.wait()
-        self.claim(target.parent)
-        checkpoint, left_out = plain(checkpoint)
-        self._warn_of(left_out)
-        if self.asynchronous and self.holds_locks and not self.failure and self._has_room(checkpoint):
-            write = partial(self._write_in_thread, self._snapshots.copy(checkpoint), target)
-            self._thread = threading.Thread(target=write, name="checkpoint")
-            self._thread.start()
-        else:
-            self._write(checkpoint, target)
-        if not self.holds_locks:  # after the fit
-            self.release()
+        try:
+            self.claim(target.parent)
+            checkpoint, left_out = plain(checkpoint)
+            self._warn_of(left_out)
+            if self.asynchronous and self.holds_locks and not self.failure and self._has_room(checkpoint):
+                write = partial(self._write_in_thread, self._snapshots.copy(checkpoint), target)
+                self._thread = threading.Thread(target=write, name="checkpoint")
+                self._thread.start()
+            else:
+                self._write(checkpoint, target)
+        finally:
+            if not self.holds_locks:  # after the fit
+                self.release()
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a checkpoint that is as it was written.
