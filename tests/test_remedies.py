@@ -60,7 +60,7 @@ def accepts(override: str) -> None:
     if group == "callback" and name and not marks.startswith("+"):
         preset["callback"] |= {name: SETTINGS.get(key, {})}
     if value and re.search(r"[<{\0]", value):
-        value = example(name, setting) if setting else {"precision": "32-true"}.get(key, "2")
+        value = example(name, setting) if setting else {"precision": "32-true", "callback": "throughput"}.get(key, "2")
     if setting and value is None and "~" not in marks:  # a setting that is named without a value
         assert setting in CARDS[name].defaults
         return
@@ -161,6 +161,7 @@ MISTAKES: list[Row] = [
     ("compact", ["+strategy.master_bits=32"]),
     ("compact", ["+strategy.gradient_buffer=host"]),
     ("bf16", ["strategy=compact"]),
+    ("bf16", ["strategy=zero_offload"]),
 ]
 
 
@@ -377,7 +378,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "nn/attention_kernels.py": 1,
         "nn/blocks.py": 1,
         "optim/state_placement.py": 1,
-        "presets/compose.py": 8,
+        "presets/compose.py": 9,
         "presets/devices.py": 3,
         "presets/files.py": 2,
         "presets/overrides.py": 2,

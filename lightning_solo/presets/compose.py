@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.errors import ConflictError, PresetError, SoloError
-from lightning_solo.presets.config_source import UNSET, PresetSchema
+from lightning_solo.errors import ConflictError, PresetError, SoloError, nearest
+from lightning_solo.presets.config_source import FIELDS, UNSET, PresetSchema
 from lightning_solo.presets.files import (
     check_file,
     conf_folder,
@@ -37,7 +38,15 @@ from lightning_solo.presets.files import (
     user_conf_folder,
     written_fields,
 )
-from lightning_solo.presets.overrides import GROUPS, apply_override, is_choice, marks_of, parse_overrides
+from lightning_solo.presets.overrides import (
+    GROUPS,
+    apply_override,
+    check_not_replacing,
+    is_choice,
+    marks_of,
+    parse_override,
+    parse_overrides,
+)
 from lightning_solo.presets.parse import parse_configuration, unknown_field
 from lightning_solo.presets.spelling import on_command_line
 
@@ -68,6 +77,7 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
     composed = compose_yaml(preset, overrides)
     try:
         if isinstance(preset, Mapping) and HydraConfig.initialized():
+            _check_overrides_of_application()
             _check_list_of_application(composed, [override.key_or_group for override in parse_overrides(overrides)])
         return replace(parse_configuration(composed, allow), preset=name_of(preset))
     except SoloError as error:
@@ -132,6 +142,30 @@ def chosen_names(hydra: Any) -> list[str]:
     chosen = loader.compute_defaults_list(hydra.job.config_name, overrides, RunMode.RUN).defaults
     presets = [(str(each.config_path), str(each.parent)) for each in chosen if each.package == "solo"]
     return [path.removeprefix("solo/") for path, parent in presets if not parent.startswith("solo/")]
+
+
+def _check_overrides_of_application() -> None:
+    """Check the overrides that the running application got, of which Hydra takes some that change no preset.
+
+    Raises:
+        PresetError: a group that no preset has, or a choice that would replace every callback of a preset.
+    """
+    hydra = HydraConfig.get()
+    for override in map(parse_override, hydra.overrides.task):
+        text, key = override.input_line, override.key_or_group
+        group = key.removeprefix("solo/")
+        if key.startswith("solo/") and group not in (*GROUPS, "schema"):
+            there = f"{nearest(group, GROUPS)}there are {', '.join(GROUPS)}"
+            raise PresetError(f"{text!r}: presets have no such group{there}")
+        if group == "callback" != key:
+            check_not_replacing(override)
+        if override.is_add() and key.split(".")[0] in FIELDS and key not in hydra.runtime.choices:
+            own = str(text).lstrip("+") if key in UNSET else str(text)  # those are fields of every preset
+            warnings.warn(
+                f"{text!r} adds {key} to the application, not to its preset; for the preset write"
+                f" {on_command_line(own)}",
+                stacklevel=_callers_stacklevel(),
+            )
 
 
 def _check_list_of_application(composed: Mapping[str, Any], overridden: Sequence[str]) -> None:
@@ -222,6 +256,9 @@ def _hydra(overrides: Sequence[str], what: str) -> DictConfig:
             with initialize_config_dir(folder, **VERSION_BASE):
                 return hydra_compose(config_name=None, overrides=[*overrides, *WITHOUT_HYDRA])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        if match := re.search(r"Could not override .* use \+solo/(\w+)=(\S+)", str(error), re.DOTALL):
+            choice = "=".join(match.groups())
+            raise PresetError(f"{choice!r}: the preset has no {match[1]} to replace; write +{choice}") from error
         words = explained(error).replace("solo/", "").replace("solo.", "")  # the names that a user of a preset writes
         raise PresetError(f"{what}: {words}") from error
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Dict, Optional  # noqa: UP035 - OmegaConf reads these annotations
+from typing import Any, Optional
 
 from hydra.core.object_type import ObjectType
 from hydra.errors import CompactHydraException
@@ -26,9 +26,9 @@ class PresetSchema:
 
     precision: Optional[str] = MISSING  # noqa: UP045
     accumulate_grad_batches: Optional[int] = MISSING  # noqa: UP045
-    strategy: Optional[Dict[str, Any]] = field(default_factory=dict)  # noqa: UP006, UP045
-    callback: Dict[str, Any] = field(default_factory=dict)  # noqa: UP006
-    auto: Optional[Dict[str, Any]] = field(default_factory=dict)  # noqa: UP006, UP045
+    strategy: Any = field(default_factory=dict)  # mappings; `parse_configuration` refuses others in its own words
+    callback: Any = field(default_factory=dict)
+    auto: Any = field(default_factory=dict)
 
 
 FIELDS = tuple(f.name for f in fields(PresetSchema))

@@ -65,14 +65,25 @@ def _check(override: Override) -> None:
             below = f".{text.partition('=')[2]}" if key == "callback" else ""
             raise PresetError(f"{text!r}: a deletion takes no value; write ~{key}{below}")
         return
-    if field == "callback" and not override.is_add():
-        raise PresetError(
-            f"{text!r} would replace every callback of the preset; write +{text.lstrip('+')} to add one,"
-            " ~callback.<name> to remove one"
-        )
+    if field == "callback":
+        check_not_replacing(override)
     if value is None:
         raise PresetError(f"{text!r}: write ~{key}{'.<name> to remove one' if key == 'callback' else ''}")
     check_choice(field, value)
+
+
+def check_not_replacing(override: Override) -> None:
+    """Refuse a choice of callbacks that isn't added.
+
+    Raises:
+        PresetError: the choice would replace every callback of the preset.
+    """
+    if not override.is_add() and not override.is_delete():
+        text = str(override.input_line)
+        raise PresetError(
+            f"{text!r} would replace every callback of the preset; write +{text} to add one, ~callback.<name> to remove"
+            " one"
+        )
 
 
 def is_choice(override: Override) -> bool:

@@ -72,7 +72,9 @@ def _nodes(given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "strategy", given["strategy"]
     callbacks = given.get("callback") or {}
     if not isinstance(callbacks, Mapping):
-        raise PresetError(f"callback={callbacks!r}: must map a name to its arguments, such as callback.memory_logger")
+        known = callbacks in catalogue().group("callback")
+        remedy = f"write +callback={callbacks}" if known else "such as callback.memory_logger"
+        raise PresetError(f"callback={callbacks!r}: must map a name to its arguments; {remedy}")
     for key, node in callbacks.items():
         if node is not None:  # `callback.memory_logger=null` switches it off
             yield f"callback.{key}", node
@@ -112,7 +114,8 @@ def check_node(node: object, option: str, allow: Sequence[str]) -> Mapping[str, 
     """
     if not isinstance(node, Mapping):
         is_name = node in catalogue().group(option)
-        example = f"{option}.name={node}; in Python and YAML {{'name': {node!r}}}" if is_name else ""
+        choice = f"+{option}={node}" if option == "strategy" else f"{option}.name={node}"
+        example = f"{choice}; in Python and YAML {{'name': {node!r}}}" if is_name else ""
         raise PresetError(f"{option}={node!r}: must be a mapping, such as {example or f'{option}.<argument>=...'}")
     refuse_foreign_targets(node, option, allow)
     if not ("_target_" in node or "name" in node or "." in option):

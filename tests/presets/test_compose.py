@@ -180,6 +180,34 @@ def test_list_of_presets_in_a_hydra_application_is_checked_as_in_python(
         said("single", "solo=[bf16,fp16]")
 
 
+def test_overrides_of_an_application_that_change_no_preset_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "app.yaml").write_text("defaults:\n- solo: checkpointing\n- optional callback: null\n")
+    (tmp_path / "callback").mkdir()
+    (tmp_path / "callback" / "own.yaml").write_text("x: 1")
+
+    def composed_with(override: str) -> Any:
+        with initialize_config_dir(str(tmp_path), **VERSION_BASE):
+            cfg = hydra_compose("app", overrides=[override], return_hydra_config=True)
+            monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
+            return compose(cfg.solo)
+
+    for override, words in (
+        ("+solo/callbak=throughput", ["'+solo/callbak=throughput'", nearest("callback")]),
+        ("solo/callback=throughput", ["replace every callback", "write +solo/callback=throughput", "~solo.callback."]),
+        ("solo.callback=throughput", ["solo.callback='throughput'", "write +solo/callback=throughput"]),
+        ("solo.strategy=compact", ["solo.strategy.name='compact'", "the preset compact"]),
+        ("solo.strategy=zero_offload", ["solo.strategy='zero_offload'", "+solo/strategy=zero_offload"]),
+    ):
+        with pytest.raises(PresetError, match=mentions(*words)):
+            composed_with(override)
+    with pytest.warns(UserWarning, match=mentions("'+precision=32-true'", "write solo.precision=32-true")):
+        composed_with("+precision=32-true")
+    assert composed_with("+solo/callback=[throughput]").has("throughput")
+    assert composed_with("callback=own").has("activation_checkpointing")  # the application's group of this name
+
+
 def test_two_added_callbacks_are_written_as_a_list() -> None:
     message = refused("bf16", "+callback=throughput", "+callback=[leak_finder]")
     assert "write +callback=[throughput,leak_finder]" in message
