@@ -26,6 +26,7 @@ LEVELS = {
     "out_of_memory": 0.1,
     "processes": 0.1,
     "random_states": 0.1,
+    "secret_values": 0,
     "signals": 0,
     "tables": 0.1,
     "units": 0,

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lightning_solo.secret_values import secret_in
+
 HYPERPARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 TYPES = ("hparams_type", "datamodule_hparams_type")
 """Keys of the classes of OmegaConf's containers, to which Lightning would turn hyperparameters back."""
@@ -18,7 +20,8 @@ def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
     """Return a checkpoint that ``weights_only=True`` loads, and the hyperparameters that were left out of it.
 
     OmegaConf's containers, as ``save_hyperparameters`` stores them, become plain ones. Hyperparameters that can't be
-    loaded, such as an optimizer's constructor, are left out; they are returned with the names of their classes.
+    loaded, such as an optimizer's constructor, are left out, and those with a secret of the environment; they are
+    returned with the names of their classes or secrets.
     """
     changed = {key: _plain(value) if key != "state_dict" else value for key, value in checkpoint.items()}
     for key in TYPES:
@@ -28,6 +31,7 @@ def plain(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
         values = changed.get(key)
         if isinstance(values, Mapping):
             refused = {name: type(value).__name__ for name, value in values.items() if not _is_loadable(value)}
+            refused |= {name: f"${found}" for name, value in values.items() if (found := secret_in(value)) is not None}
             changed[key] = {name: value for name, value in values.items() if name not in refused}
             left_out |= refused
     return changed, left_out

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from lightning_solo.errors import SoloError, nearest
 from lightning_solo.presets.spelling import on_command_line
+from lightning_solo.secret_values import print_error, without_secrets
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         refuse(f"no command {name!r}{nearest(name, COMMANDS)}there are {', '.join(COMMANDS)}")
     if arguments is None:
         warnings.showwarning = _show_warning
+        sys.excepthook = print_error
     try:
         command = importlib.import_module(f"lightning_solo.cli.{name}")
         if name in ("show", "presets", "doctor") and {"-h", "--help"} & {*rest}:  # the others have options to list
@@ -70,7 +72,9 @@ def _show_warning(
     standard = path.is_relative_to(sysconfig.get_path("stdlib")) and "site-packages" not in path.parts
     ours = standard or "lightning_solo" in path.parts or filename == sys.argv[0]
     where = "" if ours else f"{filename}: "
-    print(f"lightning-solo: {where}{category.__name__}: {on_command_line(str(message))}", file=sys.stderr)
+    print(
+        f"lightning-solo: {where}{category.__name__}: {on_command_line(without_secrets(str(message)))}", file=sys.stderr
+    )
 
 
 def _usage() -> str:
@@ -80,5 +84,5 @@ def _usage() -> str:
 
 def refuse(message: str) -> NoReturn:
     """Print the reason for a refusal, and exit with 2."""
-    print(f"lightning-solo: {on_command_line(message)}", file=sys.stderr)
+    print(f"lightning-solo: {on_command_line(without_secrets(message))}", file=sys.stderr)
     raise SystemExit(2)

@@ -39,6 +39,7 @@ from lightning_solo.presets.overrides import parse_override, refuse_twice
 from lightning_solo.presets.parse import PRECISIONS, TRAINER, check_object, parse_configuration
 from lightning_solo.presets.registry import target_of
 from lightning_solo.presets.signature import parameters
+from lightning_solo.secret_values import secret_in
 from lightning_solo.sweeps.jobs import check_most, count_jobs
 
 DEFAULT_OPTIMIZER = "adamw"
@@ -130,6 +131,12 @@ def check_command_line(arguments: Sequence[str]) -> None:
 
 
 def _parsed(overrides: Sequence[str], *, sweeping: bool) -> list[Override]:
+    for text in overrides:
+        if (name := secret_in(text)) is not None:
+            key = text.partition("=")[0]
+            raise PresetError(
+                f"{key}=...: the run's files would have the value of ${name}; write {key}='${{oc.env:{name}}}'"
+            )
     parsed = [parse_override(text) for text in overrides]
     refuse_twice(parsed)
     swept = [str(o.input_line) for o in parsed if o.is_sweep_override()]

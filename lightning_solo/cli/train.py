@@ -45,6 +45,7 @@ from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.files import conf_folder
 from lightning_solo.presets.spelling import on_command_line
 from lightning_solo.requirements import check_machine
+from lightning_solo.secret_values import without_secrets
 from lightning_solo.sweeps.job_process import RESUMES
 from lightning_solo.sweeps.results import is_validation_loss
 from lightning_solo.tables import Cell, Table, size, terminal
@@ -121,9 +122,13 @@ def _train(cfg: DictConfig, folder: Path, checked: CheckedConfig, run_folder: Ru
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+    from lightning_solo.seams import patches
+
     _quieten()
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     model, data = build_parts(checked)
+    for part in (model, data):
+        patches.change_logged_hyperparameters(part, without_secrets)
     own = own_arguments(folder, resumes=checkpoint is not None)
     try:
         trainer = L.Trainer(**{**own, **checked.trainer, **kwargs})

@@ -370,6 +370,12 @@ def engine_left_out(strategy: Any) -> bool | None:
     return left_out
 
 
+def change_logged_hyperparameters(part: Any, change: Callable[[Any], Any]) -> None:
+    """Change the hyperparameters of a module or data module that loggers get; its own stay as they are."""
+    if hasattr(part, "_hparams_initial"):
+        part._hparams_initial = change(part._hparams_initial)
+
+
 def checkpoint_folders(trainer: Any) -> list[str]:
     """Return the folders of a Trainer's `ModelCheckpoint` callbacks, which have been set up."""
     folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]

@@ -7,13 +7,13 @@ import faulthandler
 import os
 import pickle
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_solo.atomic_files import write_json
+from lightning_solo.secret_values import print_error, without_secrets
 from lightning_solo.sweeps.files import JobFiles
 from lightning_solo.sweeps.jobs import Settings
 
@@ -56,9 +56,9 @@ def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles) -> int
     except BaseException as error:  # SystemExit and Ctrl-C are results too
         with contextlib.suppress(OSError):  # the output may be on a full disk
             if type(error) is CompactHydraException:  # a refusal with a complete message
-                print(error, file=sys.stderr)
+                print(without_secrets(str(error)), file=sys.stderr)
             elif not isinstance(error, SystemExit):
-                traceback.print_exc()
+                print_error(type(error), error, error.__traceback__)
         result["error"] = {"type": type(error).__name__, "message": _message(error)}
     faulthandler.cancel_dump_traceback_later()
     try:
@@ -71,7 +71,7 @@ def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles) -> int
 
 def _message(error: BaseException) -> str:
     try:
-        return str(error)[:2000]
+        return str(without_secrets(str(error)))[:2000]
     except Exception:
         return "(its message can't be shown)"
 

@@ -231,6 +231,7 @@ def test_configuration_files_cannot_trust_code(tmp_path: Path, monkeypatch: pyte
         check_command_line(["experiment=theirs"])
     with pytest.raises(PresetError, match=mentions("m.X")):
         check_command_line(["experiment=theirs", "allow=[mine]"])
+    check_command_line(["experiment=theirs", "allow=[m]"])
 
 
 def test_a_file_where_the_root_should_be_is_refused(tmp_path: Path) -> None:  # row 31

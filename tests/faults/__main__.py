@@ -25,7 +25,7 @@ from this_machine import machine, versions  # noqa: E402
 
 from lightning_solo.atomic_files import read_json, write_json, write_whole  # noqa: E402
 from tests.faults import rows  # noqa: E402
-from tests.faults.parts import all_parts  # noqa: E402
+from tests.faults.parts import all_parts, in_fresh_process  # noqa: E402
 
 KEPT = ROOT / "runs" / "faults.json"
 """Results of the parts of an exam that hasn't ended."""
@@ -68,7 +68,7 @@ def main() -> int:
             continue
         started = time.monotonic()
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(part).result()
+            found = pool.submit(in_fresh_process, part).result()
         kept["parts"][name] = {"result": found, "seconds": time.monotonic() - started}
         write_json(KEPT, kept)
         print(f"{name}: {kept['parts'][name]['seconds']:.0f} s", flush=True)

@@ -61,8 +61,8 @@ WAYS = {
     "plain": Way(("baseline",)),
     "compact": Way(("compact",)),
     "asynchronous": Way(("baseline",), ("callback.safe_checkpoint.asynchronous=true",)),
-    "ZeRO": Way(("zero_offload",), ZERO, 0.1, True),
-    "ZeRO with its engine's folder": Way(("zero_offload",), (*ZERO, "strategy.save_engine_directory=true"), 0.1, True),
+    "ZeRO": Way(("zero_offload",), ZERO, 0.06, True),
+    "ZeRO with its engine's folder": Way(("zero_offload",), (*ZERO, "strategy.save_engine_directory=true"), 0.06, True),
     STOCK: Way(),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -36,6 +37,12 @@ def files() -> dict[str, Any]:
         ours, stock = file_faults.damage_at_every_byte(Path(folder, "damaged")).values()
         found["damage"] = {"ours": ours, "stock": stock}
     return found
+
+
+def in_fresh_process(part: Callable[[], Any]) -> Any:
+    """Return the result of a part; the process that runs it starts others as an ordinary one does."""
+    multiprocessing.set_start_method("fork", force=True)  # a spawned process would spawn the workers of loaders
+    return part()
 
 
 def all_parts(root: Path, trials: int) -> dict[str, Callable[[], Any]]:

@@ -17,6 +17,7 @@ import lightning_solo as solo
 from lightning_solo.checkpoint.folders import HASHES, refuse_changed
 from lightning_solo.checkpoint.lock import LOCK
 from lightning_solo.checkpoint.manifest import MANIFEST, entries
+from lightning_solo.cli import main
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.sweeps.files import SweepFolder
@@ -37,11 +38,12 @@ class MyModule(L.LightningModule):
     def __init__(self, token: str, batches: int):
         super().__init__()
         assert token.startswith("s3cret")
+        self.save_hyperparameters()
         self.net = torch.nn.Linear(8, 8)
         self.batches = batches
     def training_step(self, batch, batch_idx):
         if not self.batches:
-            raise ValueError("a failing step")
+            raise ValueError(f"a failing step with {self.hparams.token}")
         return self.net(batch[0]).square().mean()
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -211,22 +213,61 @@ def test_configuration_of_a_run_is_text(content: str, tmp_path: Path) -> None:
     (folder / "config.yaml").write_text(content.format(marker=marker))
     with RunFolder(folder) as run, pytest.raises(CheckpointError, match=mentions("config.yaml", "resume=override")):
         run.open(OmegaConf.create({"run": "first", "root": "runs", "resume": "auto"}))
+    with RunFolder(folder) as run:
+        assert run.open(OmegaConf.create({"resume": "override"})) == str(save_folder / "last.ckpt")
     assert not marker.exists()
+
+
+OWN_MODULE = ["model=custom", "model._target_=with_a_token.MyModule", "data=none", "optimizer=none", "run=first"]
+SHORT = ["allow=[with_a_token]", "trainer.val_check_interval=null", "trainer.max_steps=2"]
+
+
+@pytest.mark.row(83)
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"])
+def test_secret_of_the_environment_is_in_no_error(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, SECRET)
+    for argument in (f"trainer.max_steps='${{oc.env:{name}}}'", f"monitor={SECRET}", f"seed={SECRET}x"):
+        with pytest.raises(SystemExit):
+            main(["train", argument])
+        output = "".join(capsys.readouterr())
+        assert f"${name}" in output or f"oc.env:{name}" in output
+        assert SECRET not in output
+
+
+@pytest.mark.row(83)
+def test_secret_hyperparameter_is_left_out_of_checkpoints(
+    make_trainer: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    module = regression(lightning.pytorch)
+    module.save_hyperparameters({"where": {"urls": [f"https://me:{SECRET}@host"]}, "width": 8})
+    trainer = make_trainer(lightning.pytorch, callbacks=[SafeCheckpoint()])
+    trainer.fit(module, loader(2))
+    with pytest.warns(match=mentions("where", "$HF_TOKEN", "load_from_checkpoint")):
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["hyper_parameters"] == {"width": 8}
+    assert SECRET.encode() not in (tmp_path / "last.ckpt").read_bytes()
 
 
 @pytest.mark.long
 @pytest.mark.row(83)
-@pytest.mark.parametrize("batches", [64, 0], ids=["a run", "a failing run"])
+@pytest.mark.parametrize("kind", ["a run", "a failing run", "a sweep"])
 def test_secret_of_the_environment_is_in_no_file_of_a_run(
-    batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_SECRET", SECRET)
     (tmp_path / "with_a_token.py").write_text(MODULE)
-    own = ["model=custom", "model._target_=with_a_token.MyModule", "+model.token='${oc.env:A_SECRET}'"]
-    rest = [f"+model.batches={batches}", "data=none", "optimizer=none", "trainer.val_check_interval=null"]
-    arguments = [*own, *rest, "allow=[with_a_token]", "run=first", "trainer.max_steps=2"]
-    output = call(tmp_path, "train", *arguments, code=0 if batches else 1)
+    batches = {"a run": "64", "a failing run": "0", "a sweep": "64,0"}[kind]
+    arguments = [*OWN_MODULE, *SHORT, "+model.token='${oc.env:A_SECRET}'", f"+model.batches={batches}"]
+    flags = ["-m"] if kind == "a sweep" else []
+    output = call(tmp_path, "train", *flags, *arguments, code=0 if kind == "a run" else 1)
     files = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
-    assert "${oc.env:A_SECRET}" in (tmp_path / "runs" / "first" / "config.yaml").read_text()
+    assert any("${oc.env:A_SECRET}" in path.read_text() for path in files if path.name == "config.yaml")
+    assert any("$A_SECRET" in path.read_text() for path in files if path.name == "hparams.yaml")
+    assert kind == "a run" or "a failing step with $A_SECRET" in output + "".join(
+        path.read_text() for path in files if path.name == "output.log"
+    )
     assert SECRET not in output
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []

@@ -198,9 +198,9 @@ class SafeIO:
         if left_out and not self._left_out:
             names = listed(f"{name} ({kind})" for name, kind in left_out.items())
             warnings.warn(
-                f"hyperparameters that weights_only=True can't load are left out of checkpoints: {names}. A run resumes"
-                " without them; pass them to load_from_checkpoint, or don't keep them:"
-                f" self.save_hyperparameters(ignore={[*left_out]})",
+                f"hyperparameters that weights_only=True can't load, or that have a secret of the environment, are left"
+                f" out of checkpoints: {names}. A run resumes without them; pass them to load_from_checkpoint,"
+                f" or don't keep them: self.save_hyperparameters(ignore={[*left_out]})",
                 stacklevel=4,
             )
         self._left_out = self._left_out or bool(left_out)
