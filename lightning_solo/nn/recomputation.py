@@ -25,7 +25,7 @@ from lightning_solo.nn.activation_budget import Call, Calls, saved_bytes
 from lightning_solo.nn.forward_state import ForwardState
 from lightning_solo.nn.forwards import original_forward, record_of, replace_forward
 from lightning_solo.nn.recomputed_tensors import RecomputedTensors
-from lightning_solo.nn.rollback import Rollback
+from lightning_solo.nn.rollback import Rollback, names_in_metric
 
 _SAMPLE = 1024  # elements of each output that the first recomputation is compared with
 _GATHERED_ON_USE: WeakSet[nn.Module] = WeakSet()
@@ -305,10 +305,14 @@ class _Call:
                 self.run_again(args, kwargs)
                 return
             buffers = [(m, name, b, b.clone()) for m, name, b in _buffers(self.block) if m not in kept]
+            others = [(m, name, _copied(value)) for m, name, value in _sums(self.block)]
             output = self.run_again(args, kwargs)
             for module, name, buffer, before in buffers:
                 if not _same(before, module._buffers.get(name, buffer)):
                     raise self.conflict(f"updates {type(module).__name__}.{name} in forward, which would happen twice")
+        for module, name, value in others:
+            if _adds_up(value, vars(module).get(name)):
+                raise self.conflict(f"updates {type(module).__name__}.{name} in forward, which would happen twice")
         new = _samples(output)
         tolerance = 2e-2 if self.low_precision or any(t.dtype.itemsize < 4 for t in new) else 1e-3
         if len(new) != len(self.samples) or not all(map(_same, self.samples, new, [tolerance] * len(new))):
@@ -434,6 +438,27 @@ def statistics_kept(block: nn.Module) -> Iterator[set[nn.Module]]:
 
 def _buffers(block: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     return [(m, name, b) for m in block.modules() for name, b in m._buffers.items() if b is not None]
+
+
+def _sums(block: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor | list[Any]]]:
+    """Yield the attributes of a block's modules that may add up over calls: tensors, and lists of metrics."""
+    for module in block.modules():
+        in_metric = names_in_metric(module)
+        for name, value in vars(module).items():
+            is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+            if is_plain or (isinstance(value, list) and name in in_metric):
+                yield module, name, value
+
+
+def _copied(value: Tensor | list[Any]) -> Tensor | list[Any]:
+    return value.detach().clone() if isinstance(value, Tensor) else [*value]
+
+
+def _adds_up(before: Any, after: Any) -> bool:
+    """Return whether a value of `_sums` has changed in a second forward."""
+    if isinstance(before, list):
+        return isinstance(after, list) and len(after) > len(before)
+    return isinstance(after, Tensor) and not _same(before, after, 2e-2 if after.requires_grad else 1e-4)
 
 
 def _version(tensor: Tensor) -> int:

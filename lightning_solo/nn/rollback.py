@@ -50,7 +50,7 @@ class Rollback:
         self._registered = [{*register} for register in self._registers]
         self._lengths = [*map(len, self._registers)]
         buffers = [_Place(module._buffers, name, path) for path, module in modules for name in module._buffers]
-        metrics = [_Place(vars(module), name, path) for path, module in modules for name in _names_in_metric(module)]
+        metrics = [_Place(vars(module), name, path) for path, module in modules for name in names_in_metric(module)]
         self._values = _Values(buffers), _Values(metrics)  # apart: a metric replaces its values, a buffer stays
         self._generators = [*_common_generators(self._device), *_generators_in(self._modules.values())]
         self._states: list[Any] = []
@@ -345,7 +345,7 @@ _METRIC_ATTRIBUTES = (
 )
 
 
-def _names_in_metric(module: nn.Module) -> tuple[str, ...]:
+def names_in_metric(module: nn.Module) -> tuple[str, ...]:
     """Return the attributes that are the state of a torchmetrics metric; none for another module."""
     defaults = getattr(module, "_defaults", None)
     return (*defaults, *_METRIC_ATTRIBUTES) if isinstance(defaults, dict) else ()

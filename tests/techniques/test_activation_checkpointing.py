@@ -13,6 +13,7 @@ import lightning.pytorch as lightning_pytorch
 import numpy
 import pytest
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -253,6 +254,34 @@ def test_a_kept_result_that_is_changed_in_place_is_refused_by_name(home: ModuleT
         ConflictError, match=mentions("'net.", "InPlaceRelu", "callback.activation_checkpointing.keep=nothing")
     ):
         fitted(home, make_trainer, lambda: regression(home, net), [ActivationCheckpointing(keep="products")])
+
+
+class Adds(Block):
+    """Adds up over calls, in a metric, in its list or in a tensor; and keeps a term of the loss, which doesn't."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(8)
+        self.kind, self.seen, self.term = kind, torch.zeros(()), torch.zeros(())
+        self.sum, self.rows = torchmetrics.SumMetric(), torchmetrics.CatMetric()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "sum_value":
+            self.sum.update(len(x))
+        elif self.kind == "value":
+            self.rows.update(x.detach())
+        elif self.kind == "seen":
+            self.seen = self.seen + len(x)
+        self.term = x.square().mean()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["sum_value", "value", "seen"])
+def test_state_that_adds_up_over_calls_is_refused_by_name(make_trainer: Any, kind: str) -> None:
+    net = nn.Sequential(*[Adds(kind) for _ in range(3)], nn.Linear(8, 1))
+    with pytest.raises(ConflictError, match=mentions(f".{kind}", "happen twice", "blocks=[")):
+        fitted(lightning_pytorch, make_trainer, lambda: regression(lightning_pytorch, net), [ActivationCheckpointing()])
+    net = nn.Sequential(*[Adds("") for _ in range(3)], nn.Linear(8, 1))
+    fitted(lightning_pytorch, make_trainer, lambda: regression(lightning_pytorch, net), [ActivationCheckpointing()])
 
 
 def test_a_second_backward_over_kept_results_is_refused() -> None:

@@ -352,6 +352,16 @@ def test_value_that_is_logged_in_the_part_that_embeds_is_refused_in_the_first_ba
     fitted(make_trainer, Logs(), MicroBatching(32, embed="embed"))  # the batch isn't split
 
 
+def test_metric_that_the_part_that_embeds_updates_is_refused(make_trainer: Make) -> None:
+    class Counts(Towers):
+        def embed(self, batch: Any) -> dict[str, Tensor]:
+            self.error.update(1.0)  # again in backward
+            return super().embed(batch)
+
+    with pytest.raises(ConflictError, match=mentions("embed=embed", "MeanMetric.", "embed=<")):
+        fitted(make_trainer, Counts(), MicroBatching(4, embed="embed"))
+
+
 # --- the check: what it takes as a mean ---
 
 
