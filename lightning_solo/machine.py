@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import getpass
 import importlib.metadata
 import importlib.util
 import os
@@ -202,6 +203,33 @@ def is_private(path: Path) -> bool:
     return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
+def code_folders() -> dict[str, Path]:
+    """Return the folders in which torch and Triton keep compiled code, by the environment variable that sets them."""
+    home = Path.home()
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    defaults = {
+        "TORCHINDUCTOR_CACHE_DIR": Path(tempfile.gettempdir(), f"torchinductor_{user}"),
+        "TRITON_CACHE_DIR": home / ".triton" / "cache",
+        "TORCH_EXTENSIONS_DIR": home / ".cache" / "torch_extensions",
+    }
+    return {variable: Path(os.environ.get(variable) or default) for variable, default in defaults.items()}
+
+
+def open_to_others(*variables: str) -> str | None:
+    """Return why the code in one of `code_folders` can't be trusted, with the remedy; None if it can.
+
+    The folder belongs to another user than this one or root, or all users may write into it.
+    """
+    for variable in variables:
+        folder = code_folders()[variable]
+        if folder.is_dir() and (folder.stat().st_uid not in (os.geteuid(), 0) or folder.stat().st_mode & 0o002):
+            return (
+                f"other users may write into {folder}, whose files are run as machine code; write chmod -R go-w"
+                f" '{folder}' if it is yours and you trust its files, else {variable}=<a folder of yours>"
+            )
+    return None
+
+
 def private_folder(root: Path, *parts: str) -> Path:
     """Return the folder ``parts`` below ``root``, for machine code; make it if it is missing.
 
@@ -210,6 +238,10 @@ def private_folder(root: Path, *parts: str) -> Path:
         OSError: it can't be made.
     """
     root.mkdir(parents=True, exist_ok=True)
+    if root.stat().st_mode & 0o1002 == 0o002:  # without the sticky bit others may replace what is in it
+        raise NotPrivateError(
+            f"all users may write into the folder {root}, which has machine code; write chmod go-w '{root}'"
+        )
     for part in parts:
         root = root / part
         root.mkdir(mode=0o700, exist_ok=True)

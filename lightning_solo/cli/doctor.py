@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from rich.console import Console
 from lightning_solo.errors import CapabilityError, PresetError, SoloError
 from lightning_solo.machine import (
     PACKAGES,
+    code_folders,
     cxx_compiler,
     host_memory,
     is_private,
@@ -124,18 +123,10 @@ def tools() -> dict[str, str]:
 
 def unsafe() -> dict[str, str]:
     """Return a line for each folder of compiled code, which processes run, into which other users may write."""
-    inductor = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")  # torch's own default
-    home = Path.home()
-    defaults = {
-        "TORCHINDUCTOR_CACHE_DIR": inductor,
-        "TRITON_CACHE_DIR": home / ".triton" / "cache",
-        "TORCH_EXTENSIONS_DIR": home / ".cache" / "torch_extensions",
-    }
-    folders = {variable: Path(os.environ.get(variable) or default) for variable, default in defaults.items()}
     return {
         f"unsafe: {variable}": f"other users may write into {folder}, whose files are run; write chmod -R go-w"
         f" '{folder}' if it is yours and you trust its files, else {variable}=<a folder of yours>"
-        for variable, folder in folders.items()
+        for variable, folder in code_folders().items()
         if folder.is_dir() and not is_private(folder)
     }
 

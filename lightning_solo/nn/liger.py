@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_solo.machine import is_installed
+from lightning_solo.machine import is_installed, open_to_others
 
 
 def _ops() -> Any:
@@ -100,7 +100,9 @@ def missing(device: torch.device) -> str | None:
     """Return why Liger's kernels can't run on a device, or None."""
     if not is_installed("liger_kernel"):
         return 'liger-kernel is not installed (pip install "liger-kernel>=0.8,<0.9")'
-    return None if runs_on(device) else f"its Triton kernels need a CUDA device, not {device}"
+    if not runs_on(device):
+        return f"its Triton kernels need a CUDA device, not {device}"
+    return open_to_others("TRITON_CACHE_DIR")
 
 
 def runs_on(device: torch.device) -> bool:

@@ -24,7 +24,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from lightning_solo.machine import is_installed
+from lightning_solo.errors import CapabilityError
+from lightning_solo.machine import is_installed, open_to_others
 from lightning_solo.optim import triton_launches
 from lightning_solo.optim.kernels import PER_PARTIAL, Control, Kernels, Piece, Sum
 from lightning_solo.optim.operator_kernels import greatest
@@ -129,10 +130,18 @@ class TritonKernels:
 
 
 def kernels(device: torch.device, otherwise: Kernels) -> TritonKernels | None:
-    """Return the kernels of a device; None without Triton, without CUDA, or if the device is too old."""
+    """Return the kernels of a device; None without Triton, without CUDA, or if the device is too old.
+
+    Raises:
+        CapabilityError: other users may write into the folder of compiled kernels.
+    """
     if device.type != "cuda" or torch.version.hip is not None or not is_installed("triton"):
         return None
-    return TritonKernels(device, otherwise) if torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY else None
+    if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return None
+    if reason := open_to_others("TRITON_CACHE_DIR"):
+        raise CapabilityError(f"compact states are stepped by Triton's kernels: {reason}")
+    return TritonKernels(device, otherwise)
 
 
 def _is_served(one: Sum) -> bool:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_solo.machine import is_installed
+from lightning_solo.errors import CapabilityError
+from lightning_solo.machine import is_installed, open_to_others
 from lightning_solo.optim import adamw_update, cpu_kernel, memory_order
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.adamw_update import Blocks, update_blocks
@@ -197,6 +198,8 @@ def can_compile(device: torch.device) -> bool:
 
 @functools.cache
 def _compiled() -> Update:
+    if reason := open_to_others("TORCHINDUCTOR_CACHE_DIR"):
+        raise CapabilityError(f"compact states are compiled by torch.compile: {reason}")
     compiled = torch.compile(update_blocks, dynamic=True, fullgraph=True)
 
     def update(*arguments: Any, **numbers: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -19,8 +21,13 @@ from lightning_solo.checkpoint.lock import LOCK
 from lightning_solo.checkpoint.manifest import MANIFEST, entries
 from lightning_solo.cli import main
 from lightning_solo.cli.run_folder import RunFolder
-from lightning_solo.errors import CheckpointError, PresetError
+from lightning_solo.cpp_builds import build_folder
+from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
+from lightning_solo.machine import NotPrivateError, open_to_others
+from lightning_solo.nn import liger
+from lightning_solo.optim import operator_kernels
 from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.techniques.regional_compilation.technique import RegionalCompilation
 from lightning_solo.techniques.safe_checkpoint.technique import SafeCheckpoint
 from tests.cli.commands import call
 from tests.faults.file_faults import save
@@ -216,6 +223,54 @@ def test_configuration_of_a_run_is_text(content: str, tmp_path: Path) -> None:
     with RunFolder(folder) as run:
         assert run.open(OmegaConf.create({"resume": "override"})) == str(save_folder / "last.ckpt")
     assert not marker.exists()
+
+
+FOLDERS = ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"]
+
+
+@pytest.fixture
+def open_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of compiled code into which all users may write."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    folder.chmod(0o777)
+    for variable in FOLDERS:
+        monkeypatch.setenv(variable, str(folder))
+    return folder
+
+
+@pytest.mark.row(86)
+@pytest.mark.parametrize("variable", FOLDERS)
+def test_folder_of_compiled_code_is_of_this_user(
+    variable: str, open_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert re.search(mentions(str(open_folder), "go-w", f"{variable}=<"), open_to_others(variable) or "")
+    open_folder.chmod(0o775)  # of a user's own group
+    assert open_to_others(*FOLDERS) is None
+    owner = open_folder.stat().st_uid
+    os.chown(open_folder, 12345, -1) if owner == 0 else monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    assert open_to_others(variable) is not None
+
+
+@pytest.mark.row(86)
+def test_compiled_code_of_others_is_not_run(
+    open_folder: Path, make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each user of compiled code refuses it."""
+    module = regression(lightning.pytorch)
+    trainer = make_trainer(lightning.pytorch, callbacks=[RegionalCompilation(blocks=["Block"])])
+    with pytest.raises(CapabilityError, match=mentions("regional_compilation", str(open_folder), "TORCHINDUCTOR")):
+        trainer.fit(module, loader(1))
+    eager = make_trainer(lightning.pytorch, callbacks=[RegionalCompilation(blocks=["Block"], backend="aot_eager")])
+    eager.fit(module, loader(1))
+    operator_kernels._compiled.cache_clear()
+    with pytest.raises(CapabilityError, match=mentions("compact", str(open_folder), "TORCHINDUCTOR")):
+        operator_kernels._compiled()
+    with pytest.raises(NotPrivateError, match=str(open_folder)):
+        build_folder("text")
+    monkeypatch.setattr(liger, "is_installed", lambda _: True)
+    monkeypatch.setattr(liger, "runs_on", lambda _: True)
+    assert re.search(mentions(str(open_folder), "TRITON_CACHE_DIR"), liger.missing(torch.device("cuda")) or "")
 
 
 OWN_MODULE = ["model=custom", "model._target_=with_a_token.MyModule", "data=none", "optimizer=none", "run=first"]

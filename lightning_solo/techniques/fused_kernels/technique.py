@@ -72,6 +72,8 @@ class FusedKernels(Technique, Settings):
             )
         if not liger.runs_on(device):
             raise CapabilityError(f"the run is on {device}: {cuda.words(self)}")
+        if reason := liger.missing(device):
+            raise CapabilityError(f"callback.fused_kernels: {reason}")
         return "liger"
 
 

@@ -7,6 +7,8 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_solo.errors import CapabilityError
+from lightning_solo.machine import open_to_others
 from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.compilation import CountingBackend, compile_blocks, restore_compiled
 from lightning_solo.seams.run import Run
@@ -48,6 +50,9 @@ class RegionalCompilation(Technique, Settings):
 
     def transform(self, ctx: Run) -> None:
         blocks = named_blocks(ctx.module, self.blocks, "callback.regional_compilation.blocks")
+        reason = open_to_others("TORCHINDUCTOR_CACHE_DIR") if self.backend == "inductor" else None
+        if reason is not None:
+            raise CapabilityError(f"callback.regional_compilation: {reason}")
         backend = CountingBackend(self.backend, self.mode)
         compile_blocks(blocks, backend, self.dynamic)
         self._compiled, self._counting = blocks, backend
