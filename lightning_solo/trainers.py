@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from lightning_solo.attach import trainer_kwargs
@@ -122,7 +123,8 @@ def merged(
             arguments[name] = value
         elif (name, value, ours[name]) != ("accelerator", "gpu", "cuda"):
             accepted = composes(preset, [*overrides, overriding(name, value)], allow)
-            raise ConflictError(contradiction(name, value, ours[name], accepted))
+            application = isinstance(preset, Mapping) and HydraConfig.initialized()
+            raise ConflictError(contradiction(name, value, ours[name], accepted, application))
     return arguments
 
 

@@ -8,11 +8,14 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import pytorch_lightning
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import OmegaConf
 
 import lightning_solo as solo
 from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.presets.compose import VERSION_BASE
 from tests.messages import mentions, nearest
 from tests.modules import loader, regression
 
@@ -104,6 +107,19 @@ def test_remedy_of_a_refusal_works() -> None:
     with pytest.raises(ConflictError, match=mentions("overrides=['precision=32-true']")):
         solo.trainer(config, "bf16")
     assert solo.trainer(config, "bf16", ["precision=32-true"]).precision == "32-true"
+
+
+def test_remedy_in_a_hydra_application_is_that_of_its_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "app.yaml").write_text("defaults:\n- solo: bf16\n")
+    with initialize_config_dir(str(tmp_path), **VERSION_BASE):
+        cfg = compose("app", return_hydra_config=True)
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
+        with pytest.raises(ConflictError, match=mentions("write solo.precision=32-true")):
+            solo.trainer({**QUIET, "precision": "32-true"}, cfg.solo)
+        cfg = compose("app", overrides=["solo.precision=32-true"])
+    assert solo.trainer({**QUIET, "precision": "32-true"}, cfg.solo).precision == "32-true"
 
 
 def test_override_that_the_preset_refuses_is_not_proposed() -> None:

@@ -215,12 +215,15 @@ def unknown_field(name: str, value: object = UNKNOWN, marks: str = "") -> str:
     return f"{message}; a Trainer's own argument goes to it: L.Trainer(**trainer_kwargs(...), {keyword})"
 
 
-def contradiction(name: str, given: Any, ours: Any, accepted: bool) -> str:
+def contradiction(name: str, given: Any, ours: Any, accepted: bool, application: bool = False) -> str:
     """Return the message for an argument that the Trainer got and the preset sets to another value.
 
     ``accepted``: whether the preset accepts the Trainer's value, so that an override is proposed; see `overriding`.
+    ``application``: whether the preset is that of a Hydra application, with a command line.
     """
     remedy = f", or write overrides=['{overriding(name, given)}']" if name in FIELDS and accepted else ""
+    if remedy and application and name != "strategy":
+        remedy = f", or write solo.{overriding(name, given)} on the command line"
     return (
         f"trainer.{name}={_described(given)}, and the preset sets {name}={_described(ours)}: drop {name} from the"
         f" Trainer's arguments{remedy}"

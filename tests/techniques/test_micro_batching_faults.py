@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_solo.cards.phase import Phase
 from lightning_solo.memory.limit import MemoryLimit
 from lightning_solo.seams.homes import for_home
+from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
@@ -143,6 +145,20 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Parts(Technique):
+    """Calls a function after the backward of each micro-batch."""
+
+    phase = Phase.OBSERVE
+
+    def __init__(self, after: Callable[[], None]) -> None:
+        self.after = after
+
+    def backward(self, ctx: Any, proceed: Callable[..., Any], loss: Tensor) -> Any:
+        result = proceed(loss)
+        self.after()
+        return result
+
+
 class Short(TorchDispatchMode):
     """Runs out of memory at a random operator of each attempt with micro-batches that are too large.
 
@@ -173,7 +189,7 @@ class Short(TorchDispatchMode):
         technique._splitter.require_parts = lambda batch: None  # type: ignore[method-assign]  # it would begin an attempt
         self.watch = L.Callback()
         self.watch.on_train_batch_start = lambda *_: setattr(technique._size, "current", None)  # type: ignore[method-assign]
-        self.watch.on_after_backward = lambda *_: self._end_part()  # type: ignore[method-assign]
+        self.parts = Parts(self._end_part)
 
     def _end_part(self) -> None:
         self._left -= 1
@@ -218,7 +234,7 @@ def run(make: Make, seed: int, way: str, size: Any, operators: dict[int, int], f
         batches = [{**batch, "x": batch["x"].float()} for batch in batches]
     random.seed(seed)
     numpy.random.seed(seed)
-    trainer = make(L, callbacks=[technique, short.watch, *others])
+    trainer = make(L, callbacks=[technique, short.watch, short.parts, *others])
     with short:
         trainer.fit(module, DataLoader(batches, batch_size=None))
     return SimpleNamespace(

@@ -442,6 +442,7 @@ def test_layers_that_are_dropped_make_no_difference(make_trainer: Make) -> None:
     fitted(make_trainer, module, MicroBatching(4), LayerDrop(), batch=8)
 
 
+@pytest.mark.filterwarnings("ignore:.*training_step changes latest")
 def test_state_that_a_step_keeps_is_that_of_its_parts(make_trainer: Make) -> None:
     def keeps(module: Any, x: Tensor) -> Tensor:
         loss = module.net(x).square().mean()
@@ -614,6 +615,30 @@ def test_mean_over_tokens_is_refused_at_the_first_batch_whose_rows_differ(make_t
     with pytest.raises(ConflictError, match=mentions("write callback.micro_batching.weight_by=tokens")):
         make_trainer(L, callbacks=[MicroBatching(4)]).fit(module, data)
     assert module.trainer.global_step == 1
+
+
+def test_counts_and_averages_that_a_step_keeps_are_named(make_trainer: Make) -> None:
+    class Annealed(Step):
+        def __init__(self, step: Any) -> None:
+            super().__init__(step, nn.Linear(WIDTH, 1))
+            self.calls = self.samples = self.latest = 0
+            self.register_buffer("centre", torch.zeros(WIDTH))
+            self.register_buffer("total", torch.zeros(()))
+
+    def counts(module: Any, x: Tensor) -> Tensor:
+        module.calls += 1
+        module.samples += len(x)
+        module.latest = 7
+        module.total += x.detach().sum()
+        return module.net(x).square().mean()
+
+    def averages(module: Any, x: Tensor) -> Tensor:
+        module.centre.lerp_(x.detach().mean(0), 0.1)
+        return module.net(x).square().mean()
+
+    for step, name in ((counts, "calls"), (averages, "centre")):
+        with pytest.warns(UserWarning, match=rf"training_step changes {name} for each micro-batch"):
+            fitted(make_trainer, Annealed(step), MicroBatching(4), batch=8)
 
 
 class Averaging(Towers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -71,6 +72,12 @@ def _refusal(ctx: Run, splitter: Splitter, few: Any, parts: Sequence[MicroBatch]
         different = compare()  # the step takes gradients itself
     if names := parameters.changed():
         return changes_in_place(names)
+    if names := trial.changed_otherwise(tolerance):
+        warnings.warn(
+            f"callback.micro_batching: training_step changes {listed(names)} for each micro-batch, not once per batch;"
+            " count by batch_idx or self.global_step, and average in on_train_batch_end",
+            stacklevel=2,
+        )
     samples = sum(part.samples for part in parts)
     if different is None:
         by = _closer_weights(ctx, splitter, few, parts, batch_idx)
@@ -172,9 +179,13 @@ class Trial:
         self._module, self._step, self._sharpened = module, step, sharpened
         self._rollback = Rollback(module, device)
         self._stack = ExitStack()
+        self._versions: dict[str, tuple[int, int]] = {}  # of buffers, when a batch began
+        self._counts: list[dict[str, int]] = []  # before, after the first batch, and after its parts
+        self._buffers: list[dict[str, Tensor]] = []  # those that changed
 
     def __enter__(self) -> Trial:
         self._rollback.save()
+        self._note()
         self._stack.callback(self._rollback.restore)
         self._stack.enter_context(attributes_kept(self._module))
         self._stack.enter_context(same_for_parts(self._module, sharpened=self._sharpened))
@@ -186,14 +197,39 @@ class Trial:
     def loss(self, batch: Any, seed: int = 0) -> float | None:
         """Return the loss of a batch, or None; at seed 0 with the random numbers that come next."""
         self._begin(seed)
-        return self._loss_of(batch)
+        loss = self._loss_of(batch)
+        self._note()
+        return loss
 
     def terms(self, parts: Sequence[MicroBatch], seed: int = 0) -> list[float] | None:
         """Return the loss of each part by its share in the mean; None if a part has no loss."""
         self._begin(seed)
         losses = [self._loss_of(part.data) if part.share else 0.0 for part in parts]
+        self._note()
         terms = [part.share * loss for part, loss in zip(parts, losses, strict=True) if loss is not None]
         return terms if len(terms) == len(losses) else None
+
+    def changed_otherwise(self, tolerance: float) -> list[str]:
+        """Return the names of counts and buffers that the parts of a batch change otherwise than the whole batch."""
+        if len(self._counts) < 3:
+            return []
+        (before, whole, parts), (_, *changed) = self._counts, self._buffers
+        added = {name: parts[name] - whole[name] for name in parts.keys() & whole.keys()}
+        counts = [name for name, number in added.items() if number not in (0, whole[name] - before.get(name, 0))]
+        both = changed[0].keys() & changed[1].keys()
+        return [*counts, *(name for name in both if not _alike(changed[0][name], changed[1][name], tolerance))]
+
+    def _note(self) -> None:
+        if len(self._counts) < 3:
+            named = [(f"{path}." if path else "", part) for path, part in self._module.named_modules()]
+            values = ((f"{path}{key}", n) for path, part in named for key, n in vars(part).items())
+            self._counts.append({name: n for name, n in values if type(n) is int})
+            versions, buffers = self._versions_now(), dict(self._module.named_buffers())
+            changed = [name for name, version in versions.items() if self._versions.get(name, version) != version]
+            self._buffers.append({name: buffers[name].clone() for name in changed})
+
+    def _versions_now(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(b), b._version) for name, b in self._module.named_buffers() if not b.is_inference()}
 
     def called(self, batch: Any) -> list[str]:
         """Return the names of the trained modules that ``training_step`` calls, without those inside them."""
@@ -218,6 +254,7 @@ class Trial:
 
     def _begin(self, seed: int) -> None:
         self._rollback.restore()
+        self._versions = self._versions_now()
         if seed:
             self._rollback.seed(seed)
 
@@ -225,3 +262,10 @@ class Trial:
         result = self._step(map_tensors(batch, Tensor.clone))  # it may change its batch
         loss = result.get("loss") if isinstance(result, Mapping) else result
         return None if loss is None else float(loss.detach())
+
+
+def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape:
+        return False
+    one, other = one.double(), other.double()
+    return not one.numel() or bool((one - other).abs().max() <= tolerance * one.abs().max())
