@@ -382,7 +382,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "presets/devices.py": 3,
         "presets/files.py": 2,
         "presets/overrides.py": 2,
-        "presets/parse.py": 4,
+        "presets/parse.py": 5,
         "techniques/activation_checkpointing/budget.py": 1,
         "techniques/activation_checkpointing/card.py": 2,
         "techniques/allocator/technique.py": 1,
