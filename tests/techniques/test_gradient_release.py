@@ -408,6 +408,25 @@ def test_refusals_name_the_remedy(home: ModuleType, make_trainer: Make) -> None:
         fit(home, make_trainer, [GradientRelease()], halves)
 
 
+def test_gradients_that_the_module_does_not_zero_are_named(home: ModuleType, make_trainer: Make) -> None:
+    def module(zero: Any) -> Any:
+        made = regression(home, net())
+        type(made).optimizer_zero_grad = zero
+        return made
+
+    def zeroes(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def sometimes(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 2:
+            optimizer.zero_grad()
+
+    for accumulate in (1, 2):
+        fit(home, make_trainer, [GradientRelease()], module(zeroes), accumulate_grad_batches=accumulate)
+    with pytest.warns(UserWarning, match=mentions("optimizer_zero_grad", "write ~callback.gradient_release")):
+        fit(home, make_trainer, [GradientRelease()], module(sometimes))
+
+
 def test_callback_that_reads_gradients_is_named_and_another_is_not(home: ModuleType, make_trainer: Make) -> None:
     class Reads(home.Callback):  # type: ignore[name-defined,misc]
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:

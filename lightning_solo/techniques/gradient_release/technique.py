@@ -6,11 +6,13 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_solo.attributes import replaced
 from lightning_solo.errors import ConflictError
 from lightning_solo.optim.gradient_release import StepInBackward
 from lightning_solo.seams import patches
@@ -41,6 +43,7 @@ class GradientRelease(Technique, Settings):
     def _init_state(self) -> None:
         self._release: StepInBackward | None = None
         self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step
+        self._zeroed: bool | None = None  # whether zero_grad was called since the last step; None: as by Lightning
         self._warned: set[str] = set()
 
     @property
@@ -69,6 +72,10 @@ class GradientRelease(Technique, Settings):
             return optimizers
         (optimizer,) = optimizers  # automatic optimization has one
         self._clips_by_hand = self._look_at_hooks(ctx)
+        self._zeroed = None
+        if part(ctx.home, "utilities.model_helpers").is_overridden("optimizer_zero_grad", ctx.module):
+            self._zeroed = False
+            ctx.undo.enter_context(replaced(optimizer, "zero_grad", partial(self._zero, optimizer.zero_grad)))
         if "parameter_names" not in vars(optimizer):  # for messages
             vars(optimizer)["parameter_names"] = {p: name for name, p in ctx.module.named_parameters()}
             ctx.undo.callback(vars(optimizer).pop, "parameter_names", None)
@@ -180,12 +187,23 @@ class GradientRelease(Technique, Settings):
                 "configure_gradient_clipping didn't call self.clip_gradients(...), and clipped nothing: gradients are"
                 " released in backward, and parameters have no .grad"
             )
+        if self._zeroed is not None:
+            if not self._zeroed:
+                self._warn_once(
+                    f"{type(ctx.module).__name__}.optimizer_zero_grad left the gradients of the last step, but they are"
+                    f" released in backward, and don't count again; if they are to, write {REMOVAL}"
+                )
+            self._zeroed = False
         release.step()
         self._clipped = False
         if not release.immediate and release.max_norm is not None:
             release.max_norm, release.max_value = math.inf, None  # until the next call of clip_gradients
         # no parameter has a gradient any more; this is for other techniques, the optimizer's hooks and schedulers
         return proceed(optimizer, lambda: result, **options)
+
+    def _zero(self, stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._zeroed = True
+        stock(*args, **kwargs)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
