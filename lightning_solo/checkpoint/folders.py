@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lightning_solo.atomic_files import is_name, read_json, sync, write_json
 from lightning_solo.checkpoint.writing import digest
@@ -61,3 +62,19 @@ def refuse_changed(folder: Path) -> None:
         if not file.is_file() or list(digest(file)) != written:
             reason = "isn't as it was written" if file.is_file() else "is missing"
             raise CheckpointError(f"{folder} is damaged ({name} {reason}); take another checkpoint")
+
+
+def local(path: Any) -> Path:
+    """Return a path of this machine.
+
+    Raises:
+        CheckpointError: it is on another machine.
+    """
+    text = str(path)
+    scheme, separator, rest = text.partition("://")
+    if separator and scheme not in ("file", "local"):
+        raise CheckpointError(
+            f"{text}: checkpoints are written and verified on this machine's disks; save to a local folder and upload"
+            " the files afterwards, or write ~callback.safe_checkpoint"
+        )
+    return Path(rest if separator else text).absolute()

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import InvalidVersion, Version
 
 from lightning_solo.atomic_files import is_name, open_own, sync
 from lightning_solo.checkpoint.damage import damage
+from lightning_solo.checkpoint.folders import local
 from lightning_solo.checkpoint.writing import Written, corrupt, digest, unloadable
 from lightning_solo.errors import CheckpointError, listed
+from lightning_solo.machine import versions
 
 MANIFEST = "manifest.jsonl"
 """File in a folder of checkpoints, with a line for each one that was written."""
@@ -134,8 +137,9 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     file in another folder.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is valid.
+        CheckpointError: there are checkpoints, and none is valid; or the folder is on another machine.
     """
+    local(folder)
     root = Path(folder)
     found = sorted(_candidates(root), key=lambda each: each[:3], reverse=True)
     rejected: list[str] = []
@@ -143,6 +147,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         reason = _leads_out(path) or difference(path)
         if reason is None:
             _warn_of(rejected, path)
+            _warn_of_newer(root, path)
             _relist(root, path)
             return str(path)
         rejected.append(f"{path.name}: {reason}")
@@ -152,6 +157,23 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
             " beginning in another folder"
         )
     return None
+
+
+def _warn_of_newer(root: Path, path: Path) -> None:
+    written = next((entry.versions for entry in reversed(entries(root)) if entry.file == path.name), None)
+    newer = []
+    for name, version in written.items() if isinstance(written, dict) else ():
+        try:
+            if Version(version) > Version(versions()[name]):
+                newer.append(f"{name} {version}")
+        except (InvalidVersion, KeyError, TypeError):
+            continue
+    if newer:
+        warnings.warn(
+            f"{path.name} was written by {listed(newer)}, and older versions are installed here: if it can't be read,"
+            f" write pip install {' '.join(repr(each.replace(' ', '==')) for each in newer)}",
+            stacklevel=4,
+        )
 
 
 def _leads_out(path: Path) -> str | None:

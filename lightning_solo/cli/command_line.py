@@ -364,8 +364,12 @@ def check_root(folder: Path) -> None:
     """Refuse a run's folder that can't be written.
 
     Raises:
-        PresetError: the path contains ``..``, a part of it is a file, or it is not writable.
+        PresetError: the path is remote (``s3://``), contains ``..``, a part of it is a file, or it is not writable.
     """
+    if any(part.endswith(":") for part in folder.parts[:1]):
+        raise PresetError(
+            f"root={folder.parent}: a run is written to a local folder; write root=<folder>, and upload it afterwards"
+        )
     if ".." in folder.parts:
         raise PresetError(f"root={folder.parent}: must not lead upwards; write an absolute path to leave this folder")
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())

@@ -7,6 +7,7 @@ import inspect
 import os
 import shlex
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ from lightning_solo.cli.command_line import (
     split,
 )
 from lightning_solo.cli.run_folder import RunFolder
-from lightning_solo.errors import PresetError, SoloError, nearest
+from lightning_solo.errors import CheckpointError, PresetError, SoloError, nearest
 from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.files import conf_folder
 from lightning_solo.presets.spelling import on_command_line
@@ -140,6 +141,8 @@ def _train(cfg: DictConfig, folder: Path, checked: CheckedConfig, run_folder: Ru
     except MisconfigurationException as error:
         raise PresetError(_unlogged(cfg.monitor, trainer.callback_metrics) or str(error)) from error
     except RuntimeError as error:
+        if checkpoint is not None and str(error).startswith("Error(s) in loading state_dict"):
+            raise CheckpointError(_of_another_model(checkpoint, str(error))) from error
         if not str(error).startswith("Error while merging hparams"):
             raise
         raise PresetError(
@@ -197,6 +200,17 @@ def objective(metrics: Mapping[str, Any], monitor: str | None) -> float | None:
     """
     names = (name for name in metrics if name == monitor or (monitor is None and is_validation_loss(name)))
     return next((float(metrics[name]) for name in names), None)
+
+
+def _of_another_model(path: str, error: str) -> str:
+    """Return the message for a checkpoint of other weights: the first keys and shapes that differ."""
+    differences = [line.strip() for line in error.splitlines()[1:] if line.strip()]
+    shown = [textwrap.shorten(line, 300, placeholder=" ...") for line in differences[:10]]
+    left = f"\n  and {len(differences) - 10} more" if len(differences) > 10 else ""
+    return (
+        f"{path} is of another model:\n  " + "\n  ".join(shown) + f"{left}\nwrite the former model's settings, or train"
+        " this one in another folder: run=..."
+    )
 
 
 def _unlogged(monitor: str, metrics: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ import torch
 
 import lightning_solo as solo
 from lightning_solo.checkpoint.manifest import MANIFEST, Entry, append, difference, entries, require_valid
-from lightning_solo.checkpoint.writing import write
+from lightning_solo.checkpoint.writing import Written, write
 from lightning_solo.errors import CheckpointError
 from tests.messages import mentions
 
@@ -164,3 +164,33 @@ def test_line_after_an_unfinished_one_is_read(folder: Path) -> None:
         file.write(b'{"file": "4.ck')
     save(folder / "5.ckpt", 5)
     assert entries(folder)[-1].file == "5.ckpt"
+
+
+@pytest.mark.row(56)
+@pytest.mark.parametrize("name", ["lightning-solo", "torch", "lightning"])
+def test_file_of_a_newer_version_is_named(name: str, tmp_path: Path) -> None:
+    def record(written: Written) -> None:
+        append(tmp_path, Entry("last.ckpt", 1, 0, *written, "", {name: "99.0.0", "python": "3.1"}))
+
+    write({"global_step": 1}, tmp_path / "last.ckpt", record)
+    with pytest.warns(match=mentions("last.ckpt", f"{name} 99.0.0", f"'{name}==99.0.0'")):
+        assert solo.latest_checkpoint(tmp_path) == str(tmp_path / "last.ckpt")
+
+
+@pytest.mark.parametrize(
+    "versions", [None, "9", {"lightning-solo": 9}, {"lightning-solo": "no"}, {"other": "99"}], ids=str
+)
+def test_other_versions_are_passed_over(versions: Any, tmp_path: Path) -> None:
+    write(
+        {"global_step": 1},
+        tmp_path / "last.ckpt",
+        lambda each: append(tmp_path, Entry("last.ckpt", 1, 0, *each, "", versions)),
+    )
+    assert solo.latest_checkpoint(tmp_path) is not None
+
+
+@pytest.mark.row(85)
+@pytest.mark.parametrize("folder", ["s3://bucket/run", "gs://bucket", "https://host/run"])
+def test_folder_on_another_machine_is_refused(folder: str) -> None:
+    with pytest.raises(CheckpointError, match=mentions(folder, "local folder", "upload")):
+        solo.latest_checkpoint(folder)

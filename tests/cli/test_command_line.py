@@ -68,6 +68,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         pytest.param(["run=-x"], ["run='-x'"], id="row 84, case 2"),
         (["root=/proc/nothing"], ["root=/proc/nothing"]),  # row 31
         (["root=../elsewhere"], ["root=../elsewhere", "upwards"]),  # row 31
+        pytest.param(["root=s3://bucket/runs"], ["root=s3:", "local folder", "upload"], id="row 85, remote root"),
         pytest.param(
             ["+hydra.callbacks.x={_target_:logging.FileHandler,filename:x}"], ["hydra.callbacks"], id="row 81, case 3"
         ),

@@ -231,6 +231,12 @@ def test_a_run_resumes_by_name_and_only_with_its_configuration(tmp_path: Path) -
     assert lines_with(train(tmp_path, *same, "trainer.max_steps=8"), "passed over last.ckpt", "step=6.ckpt")
     assert steps_of(folder) == 8
 
+    wider = ["model.width=64" if each.startswith("model.width=") else each for each in same]
+    other = train(tmp_path, *[each.replace("=auto", "=override") for each in wider], "trainer.max_steps=10", code=2)
+    assert lines_with(other, "last.ckpt", "another model")
+    assert lines_with(other, "embedding.weight", "[256, 32]", "[256, 64]")
+    assert "Traceback" not in other
+
     for path in (folder / "checkpoints").glob("*.ckpt"):
         path.write_bytes(path.read_bytes()[:1000])
     damaged = train(tmp_path, *same, "trainer.max_steps=10", code=2)

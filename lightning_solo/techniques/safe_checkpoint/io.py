@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from lightning_solo.checkpoint.folders import BESIDE
+from lightning_solo.checkpoint.folders import BESIDE, local
 from lightning_solo.checkpoint.lock import holds, lock
 from lightning_solo.checkpoint.manifest import Entry, append, difference, entries, require_valid
 from lightning_solo.checkpoint.plain import plain
@@ -227,22 +227,6 @@ class SafeIO:
 def _state_of(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
-
-
-def local(path: Any) -> Path:
-    """Return a path of this machine.
-
-    Raises:
-        CheckpointError: it is on another machine.
-    """
-    text = str(path)
-    scheme, separator, rest = text.partition("://")
-    if separator and scheme not in ("file", "local"):
-        raise CheckpointError(
-            f"{text}: checkpoints are written and verified on this machine's disks; save to a local folder and upload"
-            " the files afterwards, or write ~callback.safe_checkpoint"
-        )
-    return Path(rest if separator else text).absolute()
 
 
 def replaced_io(strategy: Any, make: Callable[[Any], SafeIO]) -> SafeIO:

@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_solo.checkpoint.folders import local
 from lightning_solo.errors import ConflictError
 from lightning_solo.seams import patches
 from lightning_solo.seams.technique import Technique
 from lightning_solo.signals import STOPS, caught_signals, end_at_once, status
 from lightning_solo.techniques.safe_checkpoint.card import CARD, Settings
-from lightning_solo.techniques.safe_checkpoint.io import SafeIO, local, replaced_io
+from lightning_solo.techniques.safe_checkpoint.io import SafeIO, replaced_io
 
 NOTICE_S = 5.0
 """Seconds between two runs of the command ``notice``."""
