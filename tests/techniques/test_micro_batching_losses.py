@@ -565,7 +565,9 @@ def test_loss_with_weights_of_classes_is_refused_though_the_first_parts_have_non
 ) -> None:
     class Weighted(Step):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return F.cross_entropy(self.net(batch["x"]), batch["rare"], weight=torch.tensor([1.0, 9.0]))
+            return F.cross_entropy(
+                self.net(batch["x"]), batch["rare"], weight=torch.tensor([1.0, 9.0], device=self.device)
+            )
 
     items = [{"x": row, "rare": int(index >= 24)} for index, row in enumerate(torch.randn(32, WIDTH))]
     with pytest.raises(ConflictError, match=mentions("the loss of 32 samples", "check=false")):
