@@ -91,7 +91,7 @@ gpu:
 	$(GPU_PYTHON) examples/gpu/run.py --parts $(PART) --results $(RESULTS)
 
 # The exam of fault tolerance: thousands of killed processes, full disks and damaged files, and the tests of single faults;
-# prints a table by row of faults. An hour on one core; an exam that was interrupted continues at the next call.
+# prints a table by row of faults. Half an hour on one core; an exam that was interrupted continues at the next call.
 # `make faults FAULTS=files,rows` runs some parts.
 FAULTS ?= kills,files,rows
 faults: $(VENV)/.installed

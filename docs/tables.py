@@ -440,7 +440,26 @@ def faults_table(result: dict[str, Any]) -> str:
     ]
     heads = ["row", "fault", "trials or tests", "with this package", "Lightning 2.6.6"]
     explained = "¹ measured apart from this exam."
-    return table(heads, rows) + note(result, "make faults", explained)
+    return f"{kills_table(result)}\n{table(heads, rows)}{note(result, 'make faults', explained)}"
+
+
+def kills_table(result: dict[str, Any]) -> str:
+    """Return how many processes were killed, by the way they saved and where, and the files that they left."""
+    places: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for each in result["kills"]:
+        places.setdefault((each["way"], each["file_system"]), []).append(each)
+    rows = []
+    for (way, file_system), parts in places.items():
+        after = [
+            [count for each in parts for saves, count in each["saves"].items() if int(saves) == n] for n in range(3)
+        ]
+        trials = sum(each["trials"] for each in parts)
+        counts = [*map(sum, after), trials - sum(map(sum, after))]
+        bad = [sum(each[name] for each in parts) for name in ("unreadable", "changed", "lost")]
+        rows.append([f"{way}, {file_system}", f"{trials:,}", *map(str, counts), *map(str, bad)])
+    after_saves = ["after 0 saves", "1", "2", "3 or more"]
+    heads = ["saved by, on", "processes killed", *after_saves, "newest file unreadable", "of other content", "too old"]
+    return table(heads, rows)
 
 
 def loader_advice_table(result: dict[str, Any]) -> str:

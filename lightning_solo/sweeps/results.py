@@ -142,7 +142,7 @@ def read(path: Path) -> list[Row]:
     """Return the last row of each job, by number; incomplete lines are skipped.
 
     Raises:
-        CheckpointError: the file is of another version of this library.
+        CheckpointError: the file is of another version of this library, or has a line that is no row.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -154,7 +154,9 @@ def read(path: Path) -> list[Row]:
         checksum, _, text = line.partition(b" ")
         if not text or checksum != f"{zlib.crc32(text):08x}".encode():
             continue
-        values = json.loads(text)
+        values = _printable(json.loads(text))
+        if not _is_row(values):
+            raise CheckpointError(f"{path}: a line is no row of a sweep: {text[:80]!r}; remove that line")
         version = values.pop("version")
         if version != VERSION or set(values) - known:
             raise CheckpointError(
@@ -163,6 +165,28 @@ def read(path: Path) -> list[Row]:
             )
         rows[values["number"]] = Row(**{**values, "overrides": tuple(values["overrides"])})
     return [rows[number] for number in sorted(rows)]
+
+
+def _is_row(values: Any) -> bool:
+    kinds = {
+        "version": int,
+        "number": int,
+        "overrides": list,
+        "status": str,
+        "detail": str,
+        "folder": str,
+        "metrics": dict,
+    }
+    return isinstance(values, dict) and all(isinstance(values.get(name), kind) for name, kind in kinds.items())
+
+
+def _printable(value: Any) -> Any:
+    """Return plain data without characters that would control a terminal."""
+    if isinstance(value, str):
+        return "".join(each for each in value if each.isprintable() or each in "\n\t")
+    if isinstance(value, dict):
+        return {key: _printable(each) for key, each in value.items()}
+    return [_printable(each) for each in value] if isinstance(value, list) else value
 
 
 def read_all(sweep: SweepFolder) -> list[Row]:

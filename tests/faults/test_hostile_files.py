@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +29,7 @@ from lightning_solo.machine import NotPrivateError, open_to_others
 from lightning_solo.nn import liger
 from lightning_solo.optim import operator_kernels
 from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.results import VERSION, Row, read
 from lightning_solo.techniques.regional_compilation.technique import RegionalCompilation
 from lightning_solo.techniques.safe_checkpoint.technique import SafeCheckpoint
 from tests.cli.commands import call
@@ -222,6 +225,34 @@ def test_configuration_of_a_run_is_text(content: str, tmp_path: Path) -> None:
         run.open(OmegaConf.create({"run": "first", "root": "runs", "resume": "auto"}))
     with RunFolder(folder) as run:
         assert run.open(OmegaConf.create({"resume": "override"})) == str(save_folder / "last.ckpt")
+    assert not marker.exists()
+
+
+def write_row(folder: Path, values: Any) -> None:
+    text = json.dumps(values)
+    (folder / "results.jsonl").write_text(f"{zlib.crc32(text.encode()):08x} {text}\n")
+
+
+@pytest.mark.row(80)
+@pytest.mark.parametrize(
+    "change", [{"metrics": [1]}, {"overrides": 5}, {"number": "x"}, {"version": None}, {"detail": {}}, None], ids=str
+)
+def test_hostile_row_of_a_sweep_is_named(change: dict[str, Any] | None, tmp_path: Path) -> None:
+    row = {"version": VERSION, **asdict(Row(0, ("a=1",), "finished"))}
+    write_row(tmp_path, [1] if change is None else row | change)
+    with pytest.raises(CheckpointError, match=mentions("results.jsonl", "line")):
+        read(tmp_path / "results.jsonl")
+
+
+@pytest.mark.row(80)
+def test_result_of_a_sweep_is_text(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    row = Row(0, ("a=\x1b]0;x\x07",), "finished", "\x1b[2J<script>", returned={"py/reduce": f"touch {marker}"})
+    write_row(tmp_path, {"version": VERSION, **asdict(row)})
+    (found,) = read(tmp_path / "results.jsonl")
+    assert (found.overrides, found.detail, found.returned) == (("a=]0;x",), "[2J<script>", row.returned)
+    (tmp_path / "results.jsonl").write_bytes(pickle.dumps(Payload(marker)))
+    assert read(tmp_path / "results.jsonl") == []
     assert not marker.exists()
 
 
