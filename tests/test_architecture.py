@@ -216,7 +216,13 @@ def test_no_room_is_unknown() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["lightning_solo", "hydra_plugins.lightning_solo.search_path", "lightning_solo.cli", BACK_END_FACTS],
+    [
+        "lightning_solo",
+        "hydra_plugins.lightning_solo.search_path",
+        "lightning_solo.cli",
+        "lightning_solo.cli.plan",
+        BACK_END_FACTS,
+    ],
 )
 def test_importing_is_light(module: str) -> None:
     code = f"import sys, {module}; found = {HEAVY!r} & set(sys.modules); assert not found, found"

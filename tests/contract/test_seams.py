@@ -22,7 +22,7 @@ from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError
 from lightning_solo.presets.compose import compose
 from lightning_solo.seams.technique import Technique
-from tests.contract.runs import BATCHES, ON_CPU, batches_of, fields, module_of, trainer_of
+from tests.contract.runs import BATCHES, ON_CPU, batches_of, fields, module_of, trainer_of, weighed
 from tests.probes import Probe, SteppingProbe
 
 pytestmark = [
@@ -77,12 +77,12 @@ def train(home: ModuleType, folder: Path, phase: Phase, *cards: Card) -> Counter
 
     path = folder / "one.ckpt"
     for ckpt_path in (None, path):
-        trainer = trainer_of(
-            home, folder, fields(*cards), callbacks=[probe, Count()], gradient_clip_val=0.5, max_epochs=1
-        )
+        batches = batches_of(*cards)
+        preset = weighed(fields(*cards), batches)
+        trainer = trainer_of(home, folder, preset, callbacks=[probe, Count()], gradient_clip_val=0.5, max_epochs=1)
         module = module_of(home)
         module.configure_model = lambda: None  # else Lightning doesn't come to `building`
-        trainer.fit(module, batches_of(*cards), ckpt_path=ckpt_path, weights_only=ckpt_path and True)
+        trainer.fit(module, batches, ckpt_path=ckpt_path, weights_only=ckpt_path and True)
     return Counter(notes)
 
 
