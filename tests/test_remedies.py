@@ -321,6 +321,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "techniques/gradient_release/technique.py": 1,
         "techniques/micro_batching/gradient_caching.py": 4,
         "techniques/prefetch/technique.py": 1,
+        "techniques/quantized_base/card.py": 2,
         "techniques/zero_offload/technique.py": 1,
         "trainers.py": 1,
         "zero/changes.py": 1,

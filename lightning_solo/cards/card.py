@@ -24,6 +24,7 @@ RESOURCES = {
     "micro_batches": "the parts in which a batch runs through forward and backward",
     "micro_batch_weights": "the weight of each micro-batch in its optimizer step",
     "optimizer_states": "the optimizer's states",
+    "products": "the products of linear layers, and the form of the weights in them",
     "repeated_backward": "running a failed forward and backward again",
     "saved_tensors": "the tensors that forward keeps for backward",
     "sequences": "the lengths of a batch's sequences",

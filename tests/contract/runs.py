@@ -47,9 +47,14 @@ class Attending(Classifier):
 
 
 def module_of(home: ModuleType) -> Any:
-    """Return the module that is trained, the same each time: a classifier, with blocks and a head for its classes."""
+    """Return the module that is trained, the same each time: a classifier, with blocks and a head for its classes.
+
+    One of its weights is frozen.
+    """
     torch.manual_seed(3)
-    return classification(home, Attending(blocks=2, width=WIDTH, dropout=0.1), lr=1e-3)
+    net = Attending(blocks=2, width=WIDTH, dropout=0.1)
+    net.blocks[1].up.weight.requires_grad_(False)
+    return classification(home, net, lr=1e-3)
 
 
 def batches_of(*cards: Card) -> Any:
@@ -94,8 +99,9 @@ class Fit:
 
     @property
     def updates(self) -> Tensor:
-        """All changes of all weights, in one vector."""
-        return torch.cat([(self.after[name] - self.before[name]).flatten() for name in self.before])
+        """All changes of all trained weights, in one vector."""
+        trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        return torch.cat([(self.after[name] - self.before[name]).flatten() for name in trained])
 
 
 def weights_of(module: Any) -> dict[str, Tensor]:

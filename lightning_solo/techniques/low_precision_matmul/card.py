@@ -90,6 +90,7 @@ CARD = Card(
     " https://arxiv.org/abs/2403.12422; OCP, Microscaling Formats (MX) 1.0; Mishra et al. 2025, MXFP8,"
     " https://arxiv.org/abs/2506.08027; NVIDIA et al. 2025, NVFP4, https://arxiv.org/abs/2509.25149; torchao,"
     " https://docs.pytorch.org/ao/stable/workflows/training.html",
+    owns=frozenset({"products"}),
     requires=(
         Requirement(
             "package",

@@ -1,0 +1,154 @@
+"""The frozen weights of a module that can be quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from lightning_solo.errors import ConflictError, NothingToDoError, listed
+from lightning_solo.nn.deferred_logits import output_heads
+from lightning_solo.nn.quantized import FLOATS
+
+OPTION = "callback.quantized_base"
+
+
+@dataclass
+class Choice:
+    """The weights to quantize.
+
+    Attributes:
+        modules: qualified name -> (module, names of its parameters).
+        left_out: qualified name of a frozen matrix that is left as it is -> the reason.
+        left_bytes: bytes of those.
+    """
+
+    modules: dict[str, tuple[nn.Module, list[str]]] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    left_bytes: int = 0
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters to quantize; tied ones several times."""
+        for part, names in self.modules.values():
+            yield from (part.get_parameter(name) for name in names)
+
+
+def chosen_weights(
+    module: nn.Module, patterns: Sequence[str] | None = None, *, embeddings: bool = False, required: bool = True
+) -> Choice:
+    """Return the frozen weights that can be quantized.
+
+    These are weights of linear layers, of transformers' ``Conv1D``, and parameters of three dimensions of modules that
+    aren't torch's own, such as the experts of a mixture. Output heads are left out, and what shares a weight with one
+    or with an embedding.
+
+    Args:
+        module: with frozen weights.
+        patterns: of qualified names of modules or parameters; None for all.
+        embeddings: whether frozen embeddings are chosen, too.
+        required: whether it is an error if there is none.
+
+    Raises:
+        NothingToDoError: no frozen weight can be quantized, or a pattern matches none.
+        ConflictError: a pattern matches a weight that is trained.
+    """
+    choice, trained = Choice(), dict[str, int]()
+    apart = _kept_parameters(module, embeddings)
+    matched: set[str] = set()
+    for name, part in module.named_modules():
+        for parameter_name, p in part._parameters.items():
+            if p is None or p.ndim < 2:
+                continue
+            full = f"{name}.{parameter_name}" if name else parameter_name
+            hits = [each for each in patterns or () if fnmatchcase(name, each) or fnmatchcase(full, each)]
+            reason = apart.get(id(p)) or _unsuitable(part, parameter_name, p, embeddings)
+            if reason is None:
+                matched.update(hits)
+            if p.requires_grad:
+                if reason is None:
+                    trained[full] = p.nbytes
+                    if hits:
+                        raise ConflictError(
+                            f"{OPTION}.layers={hits[0]!r} matches {full}, which is trained: a weight in 4 or 8 bits"
+                            " can't be. Freeze it by requires_grad_(False) and train adapters or other layers, or write"
+                            f" patterns that leave it out, or ~{OPTION}"
+                        )
+            elif reason is None and (hits or patterns is None or isinstance(part, nn.Embedding)):
+                choice.modules.setdefault(name, (part, []))[1].append(parameter_name)
+            elif (embeddings or not isinstance(part, nn.Embedding)) and p.is_floating_point():
+                choice.left_out[full] = reason or "no pattern matches it"
+                choice.left_bytes += p.nbytes
+    if missed := [each for each in patterns or () if each not in matched]:
+        names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+        raise NothingToDoError(
+            f"{OPTION}.layers={missed[0]!r} matches no weight that can be quantized; there are"
+            f" {listed(names, 8) or 'no linear layers'}"
+        )
+    if embeddings and required and not any(isinstance(part, nn.Embedding) for part, _ in choice.modules.values()):
+        named = ", ".join(f"{name} ({reason})" for name, reason in choice.left_out.items() if "embedding" in reason)
+        raise NothingToDoError(
+            f"{OPTION}.embeddings=int8: {type(module).__name__} has no frozen embedding of its own"
+            f"{f'; there are {named}' if named else ''}; write {OPTION}.embeddings=unchanged"
+        )
+    if not choice.modules and required:
+        raise NothingToDoError(_nothing(module, trained, choice))
+    return choice
+
+
+def _nothing(module: nn.Module, trained: dict[str, int], choice: Choice) -> str:
+    if trained:
+        return (
+            f"quantized_base: no frozen weight to quantize in {type(module).__name__}; {len(trained)} weights could be"
+            f" quantized if they were frozen ({listed(trained)}), but full fine-tuning trains them, which 4 and 8 bits"
+            f" can't hold. Freeze them by requires_grad_(False) and train adapters or other layers, or write"
+            f" ~{OPTION}"
+        )
+    reasons = ", ".join(f"{name} ({reason})" for name, reason in list(choice.left_out.items())[:5])
+    return (
+        f"quantized_base: no weight to quantize in {type(module).__name__}; frozen are {reasons or 'none'}; write"
+        f" ~{OPTION}"
+    )
+
+
+def _kept_parameters(module: nn.Module, embeddings: bool) -> dict[int, str]:
+    """Return id of parameter -> why it is left: weights of output heads, and those tied to embeddings."""
+    kept: dict[int, str] = {}
+    try:
+        heads = list(output_heads(module).values())
+    except (NothingToDoError, ConflictError):
+        heads = []
+    linear: set[int] = set()
+    tables: set[int] = set()
+    for part in module.modules():
+        own = {id(p) for p in part._parameters.values() if p is not None}
+        (tables if isinstance(part, nn.Embedding) else linear).update(own)
+    for head in heads:
+        if (weight := head._parameters.get("weight")) is not None:
+            kept[id(weight)] = "output head"
+    return {**dict.fromkeys(linear & tables, "tied to an embedding"), **kept}
+
+
+def _unsuitable(part: nn.Module, name: str, p: nn.Parameter, embeddings: bool) -> str | None:
+    """Return why a parameter can't be quantized, or None."""
+    if p.dtype not in (*FLOATS, torch.float64):
+        return f"its type is {p.dtype}"
+    if "forward" in vars(part) or hasattr(part, "parametrizations"):
+        return f"{type(part).__name__} is changed by something else"
+    if isinstance(part, nn.Linear) and name == "weight":
+        is_plain = type(part).forward is nn.Linear.forward
+        # the attention module reads the weight of its out_proj, and never calls it
+        if not is_plain or isinstance(part, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            return f"{type(part).__name__} isn't computed as a linear layer"
+        return None
+    if isinstance(part, nn.Embedding) and name == "weight":
+        if type(part).forward is not nn.Embedding.forward or part.max_norm is not None:
+            return "it isn't a plain embedding"
+        return None if embeddings else "an embedding"
+    if type(part).__module__.startswith("torch."):
+        return f"of {type(part).__name__}"
+    if type(part).__name__ == "Conv1D" and name == "weight":  # of transformers: a linear layer, transposed
+        return None
+    return None if p.ndim == 3 and p.shape[0] > 1 else f"of {type(part).__name__}"

@@ -1,0 +1,71 @@
+"""The card of `quantized_base`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_solo.cards.card import Card, Requirement
+from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
+
+FROZEN = "frozen"
+"""Selects every frozen linear layer."""
+
+
+def _wrong_layers(layers: str | Sequence[str]) -> str | None:
+    names = [layers] if isinstance(layers, str) else layers
+    if not names or not all(name.strip() for name in names):
+        return "write 'frozen', or patterns of names, as ['*.mlp.*']"
+    return "write 'frozen' alone, or patterns only" if not isinstance(layers, str) and FROZEN in layers else None
+
+
+@dataclass(frozen=True)
+class Settings(TechniqueSettings):
+    """Arguments of QuantizedBase."""
+
+    format: str = setting(
+        "nf4",
+        "nf4: 4 bits with double quantization, 0.516 bytes per weight; int8: 8 bits with a scale per row",
+        allowed=("nf4", "int8"),
+    )
+    layers: str | Sequence[str] = setting(
+        FROZEN,
+        "frozen: all frozen linear layers but output heads; or patterns of qualified names, as ['*.mlp.*']",
+        check=_wrong_layers,
+    )
+    embeddings: str = setting(
+        "unchanged", "frozen embeddings keep their type, or are stored in 8 bits", allowed=("unchanged", "int8")
+    )
+
+
+def _caveat(settings: Settings) -> str:
+    return "it rounds the frozen weights"
+
+
+CARD = Card(
+    name="quantized_base",
+    target="lightning_solo.techniques.quantized_base.technique:QuantizedBase",
+    phase=Phase.REWRITE,
+    settings=Settings,
+    saves="of each frozen weight in bf16 1.48 of 2 bytes, in fp32 3.48 of 4; with int8 1 of 2, or 3 of 4",
+    costs="time: each product first dequantizes its weight, in forward and again in backward; one dequantized weight at"
+    " a time takes memory",
+    numerics="not exact: nf4 rounds weights to 16 levels in blocks of 64, a relative error of 9 %, int8 of about 0.9 %."
+    " The products are those of the rounded weights, to the bit",
+    conflicts="training the quantized weights themselves",
+    reference="Dettmers et al. 2023, QLoRA, https://arxiv.org/abs/2305.14314; Dettmers et al. 2022, LLM.int8(),"
+    " https://arxiv.org/abs/2208.07339",
+    owns=frozenset({"products"}),
+    reads=frozenset({"weights"}),
+    caveat=_caveat,
+    requires=(
+        Requirement(
+            "package",
+            "callback.quantized_base.format={format} uses bitsandbytes' operators; write"
+            " callback.quantized_base.format=int8, or install it",
+            "bitsandbytes>=0.50",
+            when=lambda settings: settings.format == "nf4",
+        ),
+    ),
+)

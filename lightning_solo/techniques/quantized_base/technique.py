@@ -1,0 +1,132 @@
+"""Quantized base: frozen linear weights are stored in 4 or 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_solo.errors import CheckpointError
+from lightning_solo.nn.quantizable import Choice, chosen_weights
+from lightning_solo.nn.quantized import QuantizedWeight, quantize, quantized, quantized_modules
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Checkpoint, Technique
+from lightning_solo.techniques.quantized_base.card import CARD, FROZEN, Settings
+from lightning_solo.units import format_bytes
+
+RECORD = "quantized_base"
+"""The key of a checkpoint that holds the codes and scales of quantized weights."""
+
+
+class QuantizedBase(Technique, Settings):
+    """Stores frozen linear weights in 4 or 8 bits during a fit, and computes with them as with the rounded weights.
+
+    After the fit the layers have plain weights again, which are the rounded ones. A module whose weights are quantized
+    before the fit, by ``solo.load_quantized``, keeps them so.
+
+    Raises:
+        PresetError: an argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def _init_state(self) -> None:
+        self._weights: dict[str, QuantizedWeight] = {}
+
+    @property
+    def weights(self) -> Mapping[str, QuantizedWeight]:
+        """Qualified name -> weight that is quantized by this technique; empty outside a fit."""
+        return dict(self._weights)
+
+    def transform(self, ctx: Run) -> None:
+        """Quantize the weights one by one, on the device on which they are to run.
+
+        Raises:
+            NothingToDoError: no frozen weight can be quantized, or a pattern matches none.
+            ConflictError: a pattern matches a weight that is trained.
+        """
+        before = list(quantized_modules(ctx.module))
+        patterns = None if self.layers == FROZEN else [self.layers] if isinstance(self.layers, str) else self.layers
+        choice = chosen_weights(ctx.module, patterns, embeddings=self.embeddings == "int8", required=not before)
+        ctx.undo.callback(self._weights.clear)
+        by_tensor: dict[int, QuantizedWeight] = {}
+        bytes_before = sum(p.nbytes for p in {id(p): p for p in choice.parameters()}.values())
+        for name, (part, parameters) in choice.modules.items():
+            weights = {}
+            for parameter_name in parameters:
+                p = part._parameters[parameter_name]
+                assert p is not None
+                if id(p) not in by_tensor:  # tied weights stay tied
+                    form = "int8" if isinstance(part, nn.Embedding) else self.format
+                    by_tensor[id(p)] = quantized(p.detach(), form, ctx.device)
+                weights[parameter_name] = by_tensor[id(p)]
+                self._weights[f"{name}.{parameter_name}"] = by_tensor[id(p)]
+            ctx.undo.callback(quantize(part, weights))
+        self._log(ctx, choice, bytes_before, list(by_tensor.values()), len(before))
+
+    def _log(self, ctx: Run, choice: Choice, bytes_before: int, weights: list[QuantizedWeight], already: int) -> None:
+        now, count = sum(weight.nbytes for weight in weights), sum(weight.shape.numel() for weight in weights)
+        parts = []
+        if count:
+            parts.append(
+                f"{len(weights)} frozen weights in {self.format} take {format_bytes(now)} instead of"
+                f" {format_bytes(bytes_before)}, {now / count:.3f} bytes each number"
+            )
+        if already:
+            parts.append(f"{already} layers were quantized before")
+        if choice.left_out:
+            named = ", ".join(f"{name} ({reason})" for name, reason in list(choice.left_out.items())[:5])
+            share = choice.left_bytes / max(1, choice.left_bytes + bytes_before)
+            parts.append(f"{share:.0%} of the bytes of frozen weights stay as they are: {named}")
+        ctx.info(f"quantized_base: {'; '.join(parts)}")
+
+    def checkpoint(self, ctx: Run) -> Checkpoint:
+        """Return how quantized weights are saved and loaded."""
+        return _QuantizedCheckpoint(self._weights)
+
+
+class _QuantizedCheckpoint(Checkpoint):
+    """Plain weights under their names, which any module loads, and the codes beside them, for an exact resume.
+
+    Quantizing the rounded weights again would move their scales a little.
+    """
+
+    def __init__(self, weights: Mapping[str, QuantizedWeight]) -> None:
+        self._weights = weights
+
+    def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights with dequantized ones instead of codes and scales."""
+        prefixes = {self._prefix(name): name for name in self._weights}
+        saved: dict[str, Any] = {}
+        for key, value in weights.items():
+            prefix = key.rpartition(".")[0] + "."
+            if prefix in prefixes:
+                saved.setdefault(prefixes[prefix], self._weights[prefixes[prefix]].dequantized())
+            else:
+                saved[key] = value
+        return saved
+
+    def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint with the codes and scales of the weights that it holds."""
+        held = {name: dict(w.state_dict()) for name, w in self._weights.items() if name in checkpoint["state_dict"]}
+        return {**checkpoint, RECORD: held} if held else checkpoint
+
+    def load_states(self, proceed: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Load codes and scales, and Lightning's states."""
+        for name, stored in checkpoint.get(RECORD, {}).items():
+            if (weight := self._weights.get(name)) is None:
+                continue
+            if weight.state_dict().keys() != stored.keys():
+                raise CheckpointError(
+                    f"the checkpoint has {name} in another format than {weight.format}; write"
+                    f" callback.quantized_base.format={'int8' if weight.format == 'nf4' else 'nf4'}, as in the run that"
+                    " saved it"
+                )
+            weight.load_state_dict(stored)
+        proceed(checkpoint)
+
+    @staticmethod
+    def _prefix(name: str) -> str:
+        module, _, parameter = name.rpartition(".")
+        return f"{module}.quantized_weights.{parameter}." if module else f"quantized_weights.{parameter}."

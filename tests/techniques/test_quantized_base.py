@@ -1,0 +1,228 @@
+"""QuantizedBase quantizes frozen weights alone, trains as on the rounded weights, and gives plain weights back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+import lightning_solo as solo
+from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError
+from lightning_solo.nn.quantizable import chosen_weights
+from lightning_solo.nn.quantized import QuantizedLinear, quantize, quantized
+from lightning_solo.techniques.quantized_base.technique import QuantizedBase
+from tests.modules import Stack, loader, regression
+
+Make = Callable[..., Any]
+WIDTH = 32
+
+
+def module_of(home: Any = L, net: nn.Module | None = None) -> Any:
+    """Return a module with frozen blocks, of which norms and head are trained."""
+    torch.manual_seed(0)
+    net = Stack(2, width=WIDTH) if net is None else net
+    for name, p in net.named_parameters():
+        p.requires_grad_("norm" in name or "head" in name)
+    return regression(home, net)
+
+
+class Watch(L.Callback):
+    """Notes the layers' classes and the bytes of frozen tensors during a fit."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.kinds = {name: type(part).__name__ for name, part in pl_module.named_modules()}
+        self.parameters = [name for name, _ in pl_module.named_parameters()]
+        self.gradients = [name for name, p in pl_module.named_parameters() if p.grad is not None]
+
+
+def trained(module: Any) -> list[Tensor]:
+    return [p.detach().clone() for p in module.parameters() if p.requires_grad]
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_frozen_layers_alone_are_quantized_and_training_is_that_of_the_rounded_weights(
+    make_trainer: Make, format: str
+) -> None:
+    module, watch = module_of(), Watch()
+    plain = copy.deepcopy(module)
+    for block in plain.net.blocks:
+        for layer in (block.up, block.down):
+            layer.weight.data = quantized(layer.weight, format).dequantized()
+    technique = QuantizedBase(format)
+    before, batches = copy.deepcopy(module.state_dict()), loader(4, width=WIDTH)
+    validated = {"num_sanity_val_steps": 1, "val_check_interval": 2, "max_epochs": 1}
+    make_trainer(L, callbacks=[technique, watch], **validated).fit(module, batches, batches)
+    make_trainer(L, **validated).fit(plain, batches, batches)
+    assert watch.kinds["net.blocks.0.up"] == watch.kinds["net.blocks.1.down"] == "QuantizedLinear"
+    assert watch.kinds["net.head"] == "Linear"
+    assert "net.blocks.0.up.weight" not in watch.parameters
+    for one, other in zip(trained(module), trained(plain), strict=True):
+        assert torch.equal(one, other)
+    for name, weight in plain.state_dict().items():  # the rounded weights, under their names
+        assert torch.equal(module.state_dict()[name], weight)
+    assert not torch.equal(before["net.head.weight"], module.net.head.weight)
+    assert not torch.equal(before["net.blocks.0.up.weight"], module.net.blocks[0].up.weight)
+    assert type(module.net.blocks[0].up) is nn.Linear
+    assert technique.weights == {}
+
+
+def test_full_fine_tuning_is_refused(make_trainer: Make) -> None:
+    module = regression(L, Stack(2, width=WIDTH))
+    with pytest.raises(NothingToDoError, match=r"full fine-tuning .*requires_grad_"):
+        make_trainer(L, callbacks=[QuantizedBase()]).fit(module, loader(1, width=WIDTH))
+    module = module_of()
+    module.net.blocks[1].up.weight.requires_grad_(True)
+    with pytest.raises(ConflictError, match=r"net\.blocks\.1\.up\.weight, which is trained"):
+        make_trainer(L, callbacks=[QuantizedBase(layers="*.up")]).fit(module, loader(1, width=WIDTH))
+    assert type(module.net.blocks[0].up) is nn.Linear
+
+
+def test_each_pattern_must_match() -> None:
+    module = module_of()
+    choice = chosen_weights(module, ["*.0.up", "net.blocks.1.down.weight"])
+    assert list(choice.modules) == ["net.blocks.0.up", "net.blocks.1.down"]
+    assert choice.left_out["net.blocks.0.down.weight"] == "no pattern matches it"
+    with pytest.raises(NothingToDoError, match=r"'\*\.gate' matches no weight .*net\.blocks\.0\.up"):
+        chosen_weights(module, ["*.up", "*.gate"])
+    with pytest.raises(NothingToDoError, match="has no frozen embedding"):
+        chosen_weights(module, embeddings=True)
+
+
+class Tied(nn.Module):
+    """A language model's ends, tied; two layers that share a weight; and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(40, 16), nn.Embedding(8, 16)
+        self.one, self.two, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 40, bias=False)
+        self.attention = nn.MultiheadAttention(16, 2)
+        self.head.weight, self.two.weight = self.embedding.weight, self.one.weight
+        self.requires_grad_(False)
+
+
+def test_heads_embeddings_and_attention_are_left_out_and_ties_stay() -> None:
+    module = Tied()
+    choice = chosen_weights(module)
+    assert list(choice.modules) == ["one", "two"]
+    assert set(choice.left_out) == {"head.weight", "attention.in_proj_weight", "attention.out_proj.weight"}
+    assert choice.left_out["head.weight"] == "output head"
+    assert choice.left_bytes == 4 * (40 * 16 + 48 * 16 + 16 * 16)
+    choice = chosen_weights(module, embeddings=True)
+    assert list(choice.modules) == ["positions", "one", "two"]
+    assert choice.left_out["embedding.weight"] == "output head"
+
+
+def test_tied_layers_stay_tied(make_trainer: Make) -> None:
+    net = Stack(2, width=WIDTH)
+    net.blocks[1].up.weight = net.blocks[0].up.weight
+    module, technique, seen = module_of(net=net), QuantizedBase(), {}
+
+    class Seen(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.update(technique.weights)
+
+    make_trainer(L, callbacks=[technique, Seen()], max_epochs=1).fit(module, loader(2, width=WIDTH))
+    assert seen["net.blocks.0.up.weight"] is seen["net.blocks.1.up.weight"]
+    assert net.blocks[1].up.weight is net.blocks[0].up.weight
+    assert net.blocks[0].up.weight.abs().max() > 0
+
+
+def hugging_face(kind: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=2, n_positions=32)
+    elif kind == "llama":
+        config = transformers.LlamaConfig(**small, intermediate_size=64, num_key_value_heads=2)
+    else:
+        config = transformers.Qwen3MoeConfig(
+            **small, intermediate_size=64, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2,
+            num_key_value_heads=2, head_dim=16,
+        )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config).requires_grad_(False).eval()  # without dropout
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", pytest.param("moe", marks=pytest.mark.long)])
+def test_models_of_transformers(kind: str) -> None:
+    model = hugging_face(kind)
+    choice = chosen_weights(model)
+    routers = {"moe": {f"model.layers.{index}.mlp.gate.weight" for index in range(2)}}
+    assert set(choice.left_out) == {"lm_head.weight", *routers.get(kind, ())}
+    if kind == "moe":  # its experts are parameters of three dimensions
+        assert {p.ndim for p in choice.parameters()} == {2, 3}
+    ids = torch.arange(20).view(2, 10) % 64
+    undo = [
+        quantize(part, {name: quantized(part.get_parameter(name)) for name in names})
+        for part, names in choice.modules.values()
+    ]
+    hidden = model.get_input_embeddings()(ids).requires_grad_()
+    mine = model(inputs_embeds=hidden).logits
+    (gradient,) = torch.autograd.grad(mine.square().sum(), hidden)
+    for each in undo:
+        each()
+    plain = model(inputs_embeds=hidden).logits
+    assert torch.allclose(mine, plain, atol=1e-5)
+    assert torch.allclose(gradient, torch.autograd.grad(plain.square().sum(), hidden)[0], atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_resumed_run_is_exact_and_the_checkpoint_is_a_plain_one(make_trainer: Make, tmp_path: Path) -> None:
+    batches = loader(3, width=WIDTH)
+
+    def fit(epochs: int, path: str | None = None, **settings: Any) -> tuple[Any, Any]:
+        module, saves = module_of(), ModelCheckpoint(tmp_path / str(epochs), enable_version_counter=False)
+        trainer = make_trainer(
+            L, callbacks=[QuantizedBase(**settings), saves], max_epochs=epochs, enable_checkpointing=True
+        )
+        if path:
+            for p in module.parameters():
+                p.data.mul_(0.5)  # all comes from the file
+        trainer.fit(module, batches, ckpt_path=path)
+        return module, saves.best_model_path
+
+    whole, _ = fit(2)
+    half, path = fit(1)
+    resumed, _ = fit(2, path)
+    for one, other in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    checkpoint = torch.load(path, weights_only=True)
+    plain = module_of()
+    plain.load_state_dict(checkpoint["state_dict"])
+    assert torch.equal(plain.net.blocks[0].up.weight, half.net.blocks[0].up.weight)
+    assert make_trainer(L).test(plain, batches, ckpt_path=path)  # without the technique
+    with pytest.raises(CheckpointError, match=r"write callback\.quantized_base\.format=nf4"):
+        fit(2, path, format="int8")
+
+
+@pytest.mark.filterwarnings("ignore:activation offloading. mode=all moves")
+def test_gradients_under_checkpointing_and_offloading_are_the_same(make_trainer: Make) -> None:
+    def fit(*callbacks: Any) -> list[Tensor]:
+        module = module_of()
+        trainer = make_trainer(L, callbacks=[QuantizedBase(), *callbacks], max_epochs=1)
+        trainer.fit(module, loader(3, width=WIDTH))
+        return trained(module)
+
+    alone = fit()
+    offloaded = solo.ActivationOffloading("all", min_offload_bytes=1, allow_cpu=True)
+    for technique in (solo.ActivationCheckpointing(), offloaded):
+        for one, other in zip(alone, fit(technique), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_module_that_is_quantized_before_stays_so(make_trainer: Make) -> None:
+    module = module_of()
+    for block in module.net.blocks:
+        for layer in (block.up, block.down):
+            quantize(layer, {"weight": quantized(layer.weight)})
+    make_trainer(L, callbacks=[QuantizedBase()], max_epochs=1).fit(module, loader(2, width=WIDTH))
+    assert isinstance(module.net.blocks[0].up, QuantizedLinear)
