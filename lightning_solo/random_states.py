@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,27 +22,50 @@ ITEMS = 64
 
 
 class Source(NamedTuple):
-    """Functions that return and set the state of a random generator."""
+    """Functions that return and set the state of a random generator, and that seed it."""
 
-    get: Any
-    put: Any
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+    seed: Callable[[int], Any]
+
+
+def torch_sources(devices: Iterable[torch.device] = ()) -> dict[str, Source]:
+    """Return torch's global generators, of the CPU and of devices."""
+    sources = {"torch": source_of(torch.default_generator)}
+    for device in devices:
+        if device.type in ("cuda", "xpu"):
+            back_end = getattr(torch, device.type)
+            get, put = partial(back_end.get_rng_state, device), partial(back_end.set_rng_state, device=device)
+            sources[device.type] = Source(get, put, back_end.manual_seed)
+        elif device.type == "mps":
+            sources["mps"] = Source(torch.mps.get_rng_state, torch.mps.set_rng_state, torch.mps.manual_seed)
+    return sources
 
 
 def global_sources(device: torch.device | None = None) -> dict[str, Source]:
     """Return the global generators of torch, Python, NumPy if it is imported, and of a device."""
-    sources = {
-        "torch": Source(torch.get_rng_state, torch.set_rng_state),
-        "python": Source(random.getstate, random.setstate),
-    }
+    sources = torch_sources([] if device is None else [device])
+    sources["python"] = Source(random.getstate, random.setstate, random.seed)
     if (numpy := sys.modules.get("numpy")) is not None:
-        sources["numpy"] = Source(partial(numpy.random.get_state, legacy=False), numpy.random.set_state)
-    if device is not None and device.type in ("cuda", "xpu"):
-        back_end = getattr(torch, device.type)
-        get, put = partial(back_end.get_rng_state, device), partial(back_end.set_rng_state, device=device)
-        sources[device.type] = Source(get, put)
-    elif device is not None and device.type == "mps":
-        sources["mps"] = Source(torch.mps.get_rng_state, torch.mps.set_rng_state)
+        get = partial(numpy.random.get_state, legacy=False)
+        sources["numpy"] = Source(get, numpy.random.set_state, partial(_seed_numpys, numpy))
     return sources
+
+
+def _seed_numpys(numpy: Any, seed: int) -> None:
+    """Seed NumPy's global generator, which may be of any kind."""
+    kind = type(numpy.random.get_bit_generator())
+    numpy.random.set_state(kind(seed).state)
+
+
+def sources_in(owners: Mapping[str, Any]) -> dict[str, Source]:
+    """Return the generators that are attributes of objects, by ``"owner.attribute"``."""
+    return {
+        f"{owner}.{name}": source_of(value)
+        for owner, thing in owners.items()
+        for name, value in vars(thing).items()
+        if is_generator(value)
+    }
 
 
 def get_states(sources: Mapping[str, Source]) -> dict[str, Any]:
@@ -102,13 +125,17 @@ def same(one: Any, other: Any) -> bool:
 def source_of(generator: Any) -> Source:
     """Return the functions for one of `is_generator`'s objects."""
     if isinstance(generator, torch.Generator):
-        return Source(generator.get_state, generator.set_state)
+        return Source(generator.get_state, generator.set_state, generator.manual_seed)
     if isinstance(generator, random.Random):
-        return Source(generator.getstate, generator.setstate)
+        return Source(generator.getstate, generator.setstate, generator.seed)
     if hasattr(generator, "bit_generator"):
         bits = generator.bit_generator
-        return Source(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
-    return Source(partial(generator.get_state, legacy=False), generator.set_state)
+        return Source(partial(getattr, bits, "state"), partial(setattr, bits, "state"), partial(_seed_bits, bits))
+    return Source(partial(generator.get_state, legacy=False), generator.set_state, generator.seed)
+
+
+def _seed_bits(bits: Any, seed: int) -> None:
+    bits.state = type(bits)(seed).state
 
 
 def is_generator(value: Any) -> bool:

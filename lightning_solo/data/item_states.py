@@ -99,17 +99,25 @@ class ItemStates:
             self._resumed = {**self._resumed, "own": {}}
         return iter(())
 
-    def load(self, states: Mapping[str, Any], *, within: bool) -> None:
+    def load(self, states: Mapping[str, Any], *, within: bool, cut: bool) -> None:
         """Continue with saved states when the next iterator starts.
 
         Args:
             states: of `saved`.
             within: whether the epoch's iterator had begun; its first batch may be still to come.
+            cut: whether not all batches of an epoch are used.
 
         Raises:
-            CheckpointError: items draw random numbers, and the saved run had another number of workers.
+            CheckpointError: items draw random numbers, and the saved run had another number of workers, or workers that
+                persist have loaded more than an epoch uses.
         """
         loader, before = self._loader, states["num_workers"]
+        if cut and loader.persistent_workers and states["draws"]:
+            raise CheckpointError(
+                "the workers of DataLoader(persistent_workers=True) have drawn random numbers for items that"
+                " limit_train_batches left out, which a resumed run doesn't know; write persistent_workers=False in the"
+                " saved run too, or ~callback.exact_resume"
+            )
         if before != loader.num_workers and states["draws"] and (within or loader.persistent_workers):
             raise CheckpointError(
                 f"the checkpoint was saved with DataLoader(num_workers={before}), here it is {loader.num_workers}, and"

@@ -180,7 +180,8 @@ class Resumable(DataLoader[Any]):
         for _ in range(back):
             self._batches.step_back()
         if self.items is not None and items is not None:
-            self.items.load(items[-1], within=self._batches.start > 0 or back > 0)
+            cut = self._batches.batches_used < len(self)
+            self.items.load(items[-1], within=self._batches.start > 0 or back > 0, cut=cut)
 
 
 class _Remaining(Iterator[Any]):

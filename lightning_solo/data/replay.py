@@ -95,7 +95,7 @@ class Replay(Iterator[Any]):
                 " batch, between the draws of others; give it a torch.Generator of its own, or state_dict and"
                 " load_state_dict; or resume from the end of an epoch"
             )
-        live = self._get()
+        live = get_states(global_sources())
         try:
             self._put_at(MAKING)
             self._iterator = make()
@@ -108,7 +108,7 @@ class Replay(Iterator[Any]):
         except StopIteration:
             raise self._other(record) from None
         finally:
-            self._put(live)
+            put_states(global_sources(), live)  # generators of its own stay where the replay has brought them
         if self._digests and self._digest.hexdigest() != record["digest"]:
             raise self._other(record)
 

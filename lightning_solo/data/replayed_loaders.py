@@ -201,7 +201,8 @@ class Replayed(Resumable):
             what = type(self.dataset) if isinstance(self.dataset, IterableDataset) else type(self).__bases__[1]
             raise unknown_position(what, record["done"])
         assert self.items is not None
-        self.items.load(record["items"], within=within)
+        cut = self._batches_used < (len(self) if self._is_sized else float("inf"))
+        self.items.load(record["items"], within=within, cut=cut)
         self._to_resume = record if within or record["ended"] else None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_solo.nn.rollback import torch_generators
+from lightning_solo.random_states import torch_sources
 
 _CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ class ForwardState:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         others = {*devices} - {_CPU}
-        self._generators = torch_generators(others)
+        self._generators = [*torch_sources(others).values()]
         self._kinds = ["cpu", *{device.type for device in others if device.type != "meta"}] if others else ["cpu"]
         self._numbers = [generator.get() for generator in self._generators]
         self._autocast = _autocast(self._kinds)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pickle
-import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -18,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.errors import ConflictError
+from lightning_solo.random_states import Source, global_sources, sources_in
 
 
 class Rollback:
@@ -52,7 +50,7 @@ class Rollback:
         buffers = [_Place(module._buffers, name, path) for path, module in modules for name in module._buffers]
         metrics = [_Place(vars(module), name, path) for path, module in modules for name in names_in_metric(module)]
         self._values = _Values(buffers), _Values(metrics)  # apart: a metric replaces its values, a buffer stays
-        self._generators = [*_common_generators(self._device), *_generators_in(self._modules.values())]
+        self._generators = _generators(self._modules, self._device)
         self._states: list[Any] = []
 
     @torch.no_grad()
@@ -141,7 +139,7 @@ class RandomStates:
     """Calls after which a generator that none of them changed is left out."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._generators = [*_common_generators(device), *_generators_in(module.modules())]
+        self._generators = _generators(dict(module.named_modules()), device)
         self._changed: set[int] = set()
         self._calls = 0
 
@@ -351,65 +349,9 @@ def names_in_metric(module: nn.Module) -> tuple[str, ...]:
     return (*defaults, *_METRIC_ATTRIBUTES) if isinstance(defaults, dict) else ()
 
 
-class _Generator(NamedTuple):
-    """Functions that return and set the state of a random generator, and that seed it."""
-
-    get: Callable[[], Any]
-    put: Callable[[Any], Any]
-    seed: Callable[[int], Any]
-
-
-_CPU = _Generator(
-    torch.default_generator.get_state, torch.default_generator.set_state, torch.default_generator.manual_seed
-)
-
-
-def _common_generators(device: torch.device) -> Iterator[_Generator]:
-    """Yield the global random generators."""
-    yield from torch_generators([device])
-    yield _Generator(random.getstate, random.setstate, random.seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        get = partial(numpy.random.get_state, legacy=False)
-        yield _Generator(get, numpy.random.set_state, partial(_seed_numpys, numpy))
-
-
-def torch_generators(devices: Iterable[torch.device]) -> list[_Generator]:
-    """Return torch's global random generators, of the CPU and of devices."""
-    generators = [_CPU]
-    for device in devices:
-        if device.type in ("cuda", "xpu"):
-            back_end = getattr(torch, device.type)
-            get, put = partial(back_end.get_rng_state, device), partial(back_end.set_rng_state, device=device)
-            generators.append(_Generator(get, put, back_end.manual_seed))
-        elif device.type == "mps":
-            generators.append(_Generator(torch.mps.get_rng_state, torch.mps.set_rng_state, torch.mps.manual_seed))
-    return generators
-
-
-def _seed_numpys(numpy: Any, seed: int) -> None:
-    """Seed NumPy's global generator, which may be of any kind."""
-    kind = type(numpy.random.get_bit_generator())
-    numpy.random.set_state(kind(seed).state)
-
-
-def _generators_in(modules: Iterable[nn.Module]) -> Iterator[_Generator]:
-    """Yield the random generators that are attributes of modules."""
-    numpy = sys.modules.get("numpy")
-    for value in chain.from_iterable(vars(module).values() for module in modules):
-        if isinstance(value, torch.Generator):
-            yield _Generator(value.get_state, value.set_state, value.manual_seed)
-        elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-            yield _Generator(value.getstate, value.setstate, value.seed)
-        elif numpy is not None and isinstance(value, numpy.random.RandomState):
-            yield _Generator(value.get_state, value.set_state, value.seed)
-        elif numpy is not None and isinstance(value, numpy.random.Generator):
-            bits = value.bit_generator
-            put = partial(setattr, bits, "state")
-            yield _Generator(partial(getattr, bits, "state"), put, partial(_seed_bits, bits))
-
-
-def _seed_bits(bits: Any, seed: int) -> None:
-    bits.state = type(bits)(seed).state
+def _generators(modules: Mapping[str, nn.Module], device: torch.device) -> list[Source]:
+    """Return the global random generators, and those that are attributes of modules."""
+    return [*global_sources(device).values(), *sources_in(modules).values()]
 
 
 @contextmanager

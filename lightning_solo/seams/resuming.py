@@ -307,6 +307,21 @@ def batches_used(trainer: Any, loader: Any) -> float:
         return math.inf
 
 
+def accumulation_scheduled(trainer: Any) -> None:
+    """Set the epoch's factor of a `GradientAccumulationScheduler`, which Lightning calls at an epoch's start alone."""
+    for callback in _callbacks(trainer, "GradientAccumulationScheduler"):
+        callback.on_train_epoch_start(trainer)
+
+
+def has_callback(trainer: Any, name: str) -> bool:
+    """Return whether a Trainer has a callback of a class of either home, by its name."""
+    return bool(_callbacks(trainer, name))
+
+
+def _callbacks(trainer: Any, name: str) -> list[Any]:
+    return [each for each in trainer.callbacks if any(cls.__name__ == name for cls in type(each).__mro__)]
+
+
 def loader_states(checkpoint: Mapping[str, Any]) -> list[Any] | None:
     """Return the list of the loaders' states in a checkpoint; None if there is none."""
     states: list[Any] | None = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader")

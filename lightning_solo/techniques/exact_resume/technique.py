@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,13 +16,13 @@ from lightning_solo.data.replayed_loaders import REPLAYED, Replayed, ReplayedIte
 from lightning_solo.errors import CheckpointError
 from lightning_solo.nn.rollback import Rollback
 from lightning_solo.optim.window_gradients import gradients_of, set_gradients, warn_of_dropped_window
-from lightning_solo.random_states import get_states, global_sources, put_states
+from lightning_solo.random_states import SEARCHES, Source, get_states, global_sources, put_states, sources_in
 from lightning_solo.seams import resuming
 from lightning_solo.seams.run import Run
-from lightning_solo.seams.technique import Technique
+from lightning_solo.seams.technique import Checkpoint, Technique
 from lightning_solo.techniques.exact_resume.card import CARD, Settings
 
-KEYS = {"place", "hooks", "ahead", "random", "metrics", "logged", "loaders", "window", "spoilt", "fetching"}
+KEYS = {"buffers", "place", "hooks", "ahead", "random", "metrics", "logged", "loaders", "window", "spoilt", "fetching"}
 
 
 class ExactResume(Technique, Settings):
@@ -45,6 +46,8 @@ class ExactResume(Technique, Settings):
         self._stepped = self._has_backward = False  # in this batch
         self._resumed: dict[str, Any] | None = None
         self._kept: dict[str, Any] = {}
+        self._own: dict[str, Source] = {}  # random generators in attributes
+        self._searches = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Follow the places of a fit."""
@@ -112,20 +115,24 @@ class ExactResume(Technique, Settings):
             self._stepped = self._has_backward = False
             self._rollback = self._rollback or Rollback(self.ctx.module, self.ctx.device)
             self._rollback.save(random=False)
-            self._fetching = self._random()
+            self._fetching = get_states(self._sources(self.ctx))
             self._states = {"random": self._fetching, "logged": resuming.logged_values(trainer)}
         elif place == "epoch_start":
-            self._states = {"random": self._random()}
+            self._states = {"random": get_states(self._sources(self.ctx))}
         elif place == "validation":
-            self._states = {"random": self._random(), "metrics": _metric_states(self.ctx.module)}
+            self._states = {"random": get_states(self._sources(self.ctx)), "metrics": _metric_states(self.ctx.module)}
 
-    def _random(self) -> dict[str, Any]:
-        assert self.ctx is not None
-        return get_states(global_sources(self.ctx.device))
+    def _sources(self, ctx: Run) -> dict[str, Source]:
+        """Return the random generators: the global ones, and those in attributes of module and callbacks."""
+        if self._latest != "batch" or self._searches < SEARCHES:  # some are made in a training step
+            self._searches += 1
+            owners = {each.state_key: each for each in ctx.trainer.callbacks}
+            self._own = sources_in({**dict(ctx.module.named_modules(prefix="module")), **owners})
+        return {**global_sources(ctx.device), **self._own}
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """Keep the random states: Lightning restores them after the check."""
-        self._states = None if self.ctx is None else {"random": self._random()}
+        self._states = None if self.ctx is None else {"random": get_states(self._sources(self.ctx))}
 
     def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
         self._states = None
@@ -157,8 +164,9 @@ class ExactResume(Technique, Settings):
         place = resuming.place_of(trainer, self._latest, self._ready)
         ahead = resuming.fetched_ahead(trainer)
         state = {
-            "random": get_states(global_sources(ctx.device)),
+            "random": get_states(self._sources(ctx)),
             "metrics": _metric_states(ctx.module),
+            "buffers": {name: buffer.clone() for name, buffer in self._unsaved_buffers(ctx.module)},
             "place": place,
             "hooks": self._hooks(),
             "ahead": ahead,
@@ -170,8 +178,21 @@ class ExactResume(Technique, Settings):
         repeated = place in ("before", "epoch_start", "batch", "batch_done") and self._states
         return {**state, **(repeated or {})}
 
+    def _unsaved_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers that change, but that a state dict leaves out (``persistent=False``)."""
+        changing = {} if self._rollback is None else self._rollback.saved()
+        for path, part in module.named_modules():
+            for name in part._non_persistent_buffers_set:
+                full, buffer = f"{path}.{name}".lstrip("."), part._buffers[name]
+                if full in changing and buffer is not None:
+                    yield full, buffer
+
     def _spoilt(self, ctx: Run, place: str) -> str | None:
         """Return why no run can continue here; None if one can."""
+        if resuming.has_callback(ctx.trainer, "StochasticWeightAveraging"):
+            return "under StochasticWeightAveraging, whose schedule Lightning doesn't restore exactly"
+        if self._latest == "validation" and resuming.has_callback(ctx.trainer, "WeightAveraging"):
+            return "in a validation, while averages took the place of the weights"
         if place != "batch" or not (self._stepped or self._has_backward):
             return None
         if self._stepped or not ctx.window.gradients_stay:
@@ -184,10 +205,10 @@ class ExactResume(Technique, Settings):
         """Return the gradients of the window of micro-batches that is open, and its weights; None if none is."""
         trainer, window = ctx.trainer, ctx.window
         automatic = ctx.module.automatic_optimization
-        if place in (*resuming.BETWEEN_EPOCHS, "epoch_end") or (automatic and window.is_last and place != "batch"):
-            return None
-        if automatic and window.before(resuming.batches_done(trainer)) == 0:
-            return None
+        if automatic:  # else gradients may stay beyond the epoch's end
+            at_an_end = place in (*resuming.BETWEEN_EPOCHS, "epoch_end") or (window.is_last and place != "batch")
+            if at_an_end or window.before(resuming.batches_done(trainer)) == 0:
+                return None
         return {
             # those of a varying window are saved by the technique that varies it
             "gradients": gradients_of(trainer.optimizers) if window.gradients_saved and not window.varies else [],
@@ -232,8 +253,13 @@ class ExactResume(Technique, Settings):
             name: before[name].clone() for name, _ in module.named_buffers() if name in before and name in weights
         }
         own["metrics"] = _metric_states(module, before)
+        own["buffers"] = {name: before[name].clone() for name in own["buffers"]}
 
     # --- resuming ---
+
+    def checkpoint(self, ctx: Run) -> Checkpoint:
+        """Return a change to the loading of float64 weights."""
+        return _Loading(ctx)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Give the positions of loaders back to Lightning."""
@@ -273,7 +299,7 @@ class ExactResume(Technique, Settings):
     def _put_before_fetch(self) -> None:
         """Set the random states for a batch that Lightning fetches with the loader, if its length is unknown."""
         if self._resumed is not None and self.ctx is not None:
-            put_states(global_sources(self.ctx.device), self._resumed["fetching"] or self._resumed["random"])
+            put_states(self._sources(self.ctx), self._resumed["fetching"] or self._resumed["random"])
 
     def _restore(self) -> None:
         """Restore random states, metrics and logged values, after all hooks of the start."""
@@ -282,11 +308,20 @@ class ExactResume(Technique, Settings):
         if resumed is None:
             return
         _set_metric_states(self.ctx.module, resumed["metrics"])
+        _set_buffers(self.ctx.module, resumed["buffers"])
+        if resumed["place"] not in resuming.BETWEEN_EPOCHS:
+            resuming.accumulation_scheduled(self.ctx.trainer)
         resuming.values_logged(self.ctx.trainer, self.ctx.home, resumed["logged"], resumed["place"])
         if resumed["window"] is not None:
             self._reopen(self.ctx, resumed["window"])
         if resumed["place"] != "before":
-            put_states(global_sources(self.ctx.device), resumed["random"])
+            sources = self._sources(self.ctx)
+            if lost := [name for name in resumed["random"] if "." in name and name not in sources]:
+                raise CheckpointError(
+                    f"callback.exact_resume: the checkpoint has the state of {lost[0]}, a random generator that isn't"
+                    " here when training starts; make it in __init__, or write ~callback.exact_resume"
+                )
+            put_states(sources, resumed["random"])
 
     def _reopen(self, ctx: Run, saved: Mapping[str, Any]) -> None:
         """Restore the gradients of the open window."""
@@ -303,6 +338,28 @@ class ExactResume(Technique, Settings):
             set_gradients(ctx.trainer.optimizers, saved["gradients"])
         ctx.window.held, latest = saved["held"], saved["latest"]
         ctx.window.latest = None if latest is None else tuple(latest)
+
+
+class _Loading(Checkpoint):
+    """Converts the module to float64 before weights of that kind are loaded; Lightning does so afterwards."""
+
+    def __init__(self, ctx: Run) -> None:
+        self._ctx = ctx
+
+    def loading_weights(self) -> AbstractContextManager[Any]:
+        if self._ctx.precision == "64-true":
+            self._ctx.module.double()
+        return nullcontext()
+
+
+def _set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for path, value in values.items():
+        owner, _, name = path.rpartition(".")
+        buffer = module.get_buffer(path)
+        if buffer.shape == value.shape:
+            buffer.copy_(value)
+        else:
+            setattr(module.get_submodule(owner), name, value.to(buffer))
 
 
 def _metric_states(module: nn.Module, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
