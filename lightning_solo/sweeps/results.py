@@ -181,9 +181,9 @@ def _is_row(values: Any) -> bool:
 
 
 def _printable(value: Any) -> Any:
-    """Return plain data without characters that would control a terminal."""
+    """Return plain data with a question mark for each character that would control a terminal."""
     if isinstance(value, str):
-        return "".join(each for each in value if each.isprintable() or each in "\n\t")
+        return "".join(each if each.isprintable() or each in "\n\t" else "?" for each in value)
     if isinstance(value, dict):
         return {key: _printable(each) for key, each in value.items()}
     return [_printable(each) for each in value] if isinstance(value, list) else value

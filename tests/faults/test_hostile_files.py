@@ -250,7 +250,7 @@ def test_result_of_a_sweep_is_text(tmp_path: Path) -> None:
     row = Row(0, ("a=\x1b]0;x\x07",), "finished", "\x1b[2J<script>", returned={"py/reduce": f"touch {marker}"})
     write_row(tmp_path, {"version": VERSION, **asdict(row)})
     (found,) = read(tmp_path / "results.jsonl")
-    assert (found.overrides, found.detail, found.returned) == (("a=]0;x",), "[2J<script>", row.returned)
+    assert (found.overrides, found.detail, found.returned) == (("a=?]0;x?",), "?[2J<script>", row.returned)
     (tmp_path / "results.jsonl").write_bytes(pickle.dumps(Payload(marker)))
     assert read(tmp_path / "results.jsonl") == []
     assert not marker.exists()

@@ -151,7 +151,7 @@ def test_torn_line_is_left_out_and_other_version_is_a_note(tmp_path: Path) -> No
     assert report.has_content is False
     assert "version 99" in report.notes[0]
     (sweep / "results.jsonl").write_bytes(f"{zlib.crc32(b'[]'):08x} []\n".encode())  # whole, and no row
-    assert "no results" in read_sweep(sweep).notes[0]
+    assert "b'[]'; remove" in read_sweep(sweep).notes[0]
 
 
 def test_only_the_best_of_many_curves_are_drawn(tmp_path: Path) -> None:
