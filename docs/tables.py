@@ -542,6 +542,20 @@ def low_precision_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, result["command"], explained)
 
 
+def quantized_loading_table(result: dict[str, Any]) -> str:
+    """Return seconds and growth of anonymous memory for each way to load a model."""
+    rows = [[row["way"], str(row["seconds"]), str(row["peak_mib"]), str(row["kept_mib"])] for row in result["rows"]]
+    quantized = max(row["quantized_mib"] for row in result["rows"])
+    explained = (
+        f"A Llama of {result['weights'] / 1e6:.0f} million weights in bf16, on one thread; its linear layers take"
+        f" {quantized} MiB in 4 bits. Each way in a fresh process, with the shards in the file system's cache;"
+        " anonymous memory (RssAnon) is without mapped files."
+    )
+    return table(["way", "seconds", "growth at the peak, MiB", "growth kept, MiB"], rows) + note(
+        result, result["command"], explained
+    )
+
+
 def formats() -> str:
     """Return which formats of low precision each device that can be planned for multiplies in."""
     rows = []
@@ -817,6 +831,7 @@ TABLES = {
     "compact_cpu.json": compact_table,
     "low_precision_cpu.json": low_precision_table,
     "padding_cpu.json": padding_table,
+    "quantized_loading_cpu.json": quantized_loading_table,
     "step_cost.json": step_cost_table,
     "sweep_cpu.json": sweep_table,
     "plan_byte_gpt_1b.json": plan_table,

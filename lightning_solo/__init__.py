@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lightning_solo.checkpoint.manifest import latest_checkpoint as latest_checkpoint
     from lightning_solo.export.weights import export_weights as export_weights
     from lightning_solo.lightning_cli import SoloCLI as SoloCLI
+    from lightning_solo.nn.quantized_loading import load_quantized as load_quantized
     from lightning_solo.planner.plan import Plan as Plan
     from lightning_solo.planner.preset_plans import plan as plan
     from lightning_solo.trainers import trainer as trainer
@@ -50,6 +51,7 @@ _HOME = {
     "trainer": "lightning_solo.trainers",
     "export_weights": "lightning_solo.export.weights",
     "latest_checkpoint": "lightning_solo.checkpoint.manifest",
+    "load_quantized": "lightning_solo.nn.quantized_loading",
     "SoloCLI": "lightning_solo.lightning_cli",
     "Plan": "lightning_solo.planner.plan",
     "plan": "lightning_solo.planner.preset_plans",

@@ -301,6 +301,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "nn/block_sparse.py": 3,
         "nn/cross_entropy.py": 7,
         "nn/layer_drop.py": 1,
+        "nn/quantized_loading.py": 8,
         "nn/saved_tensors.py": 1,
         "nn/sliding_window.py": 2,
         "optim/adamw_update.py": 2,

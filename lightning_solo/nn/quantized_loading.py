@@ -1,0 +1,349 @@
+"""Load a folder of safetensors into a module with quantized weights, without a peak of memory.
+
+The module is built without numbers. Each weight is then quantized from its mapped file, in parts, and written to a file
+of its own, which is mapped in the end: the host's memory holds one part at a time. The next start finds that file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.atomic_files import read_json, whole_file, write_json
+from lightning_solo.attributes import replaced
+from lightning_solo.errors import CapabilityError, CheckpointError, PresetError, listed
+from lightning_solo.machine import is_installed
+from lightning_solo.nn.quantizable import chosen_weights
+from lightning_solo.nn.quantized import BLOCK, FLOATS, FORMATS, SCALES_PER_BLOCK, QuantizedWeight, quantize, quantized
+from lightning_solo.units import format_bytes
+
+LAYOUT = 1
+"""Number of the cache's layout; a change makes new files."""
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
+
+class Part(NamedTuple):
+    """One buffer of a quantized weight in the cache's file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def load_quantized(
+    build: Callable[[], AnyModule],
+    folder: str | Path,
+    *,
+    format: str = "nf4",
+    embeddings: str = "unchanged",
+    layers: Sequence[str] | None = None,
+    cache: str | Path | None = None,
+) -> AnyModule:
+    """Return a frozen module with the weights of a folder, those of linear layers in 4 or 8 bits.
+
+    All weights stay mapped from files, and take host memory only as they are used.
+
+    Args:
+        build: returns the module, such as ``lambda: AutoModelForCausalLM.from_config(config)``. Its parameters are
+            created without numbers; buffers are as it makes them.
+        folder: of ``model.safetensors``, or of the shards in ``model.safetensors.index.json``.
+        format: "nf4" or "int8".
+        embeddings: "unchanged" or "int8".
+        layers: patterns of names of the weights to quantize; None for all but output heads.
+        cache: folder of the quantized weights, by default ``lightning_solo/quantized`` in the user's cache folder. A
+            file there is named by the contents of the weights' files and these settings.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or its tensors aren't those of the module.
+        CapabilityError: the package safetensors is missing.
+        PresetError: an unknown format.
+    """
+    if format not in FORMATS or embeddings not in ("unchanged", "int8"):
+        raise PresetError(
+            f"format={format!r}, embeddings={embeddings!r}: write {' or '.join(FORMATS)}; unchanged or int8"
+        )
+    if not is_installed("safetensors"):
+        raise CapabilityError("load_quantized reads safetensors; write pip install lightning-solo[safetensors]")
+    folder = Path(folder)
+    with ExitStack() as stack, torch.no_grad():
+        files = _files(folder)
+        tensors = _opened(files, stack)
+        with parameters_without_numbers():
+            module = build().requires_grad_(False)
+        stored = _matched(module, tensors, folder)
+        choice = chosen_weights(module, layers, embeddings=embeddings == "int8")
+        sources = {
+            f"{name}.{parameter}" if name else parameter: stored[id(part.get_parameter(parameter))]
+            for name, (part, parameters) in choice.modules.items()
+            for parameter in parameters
+        }
+        formats = {
+            f"{name}.{parameter}" if name else parameter: "int8" if isinstance(part, nn.Embedding) else format
+            for name, (part, parameters) in choice.modules.items()
+            for parameter in parameters
+        }
+        path = _cache_file(folder, files, formats, default_cache() if cache is None else Path(cache))
+        weights = _cached(path, sources, formats, tensors)
+        _assign(module, tensors, stored, {id(p) for p in choice.parameters()})
+        for name, (part, parameters) in choice.modules.items():
+            quantize(part, {each: weights[f"{name}.{each}" if name else each] for each in parameters})
+    return module
+
+
+def default_cache() -> Path:
+    """Return the folder of quantized weights in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(home) / "lightning_solo" / "quantized"
+
+
+@contextmanager
+def parameters_without_numbers() -> Iterator[None]:
+    """Make parameters of modules that are created in this context ``meta`` tensors; buffers are created as ever."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # a tied one is already
+            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        register(self, name, param)
+
+    with replaced(nn.Module, "register_parameter", on_meta):
+        yield
+
+
+# --- the folder's files ---
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of weights in a folder."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: no such folder; download the model first: hf download <owner>/<name> --local-dir {folder}"
+        )
+    config = _json(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if method := (config.get("quantization_config") or {}).get("quant_method", "quantization_config" in config):
+        raise CheckpointError(
+            f"{folder}: its weights are quantized already (quantization_config: {method}); write the folder of the"
+            " 16-bit model"
+        )
+    if (folder / INDEX).is_file():
+        names = sorted(set(_json(folder / INDEX).get("weight_map", {}).values()))
+    else:
+        names = [SINGLE] if (folder / SINGLE).is_file() else []
+    missing = [name for name in names if not (folder / name).is_file()]
+    if names and not missing:
+        return [folder / name for name in names]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {INDEX} names {listed(missing)}, which isn't there; download the folder again"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            f"{folder}: it holds adapters alone (adapter_config.json); write the folder of their base model"
+        )
+    there = [path.name for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".safetensors")]
+    raise CheckpointError(
+        f"{folder}: neither {SINGLE} nor {INDEX}; there are {listed(there) or 'no weights'}; write the folder that"
+        " save_pretrained makes"
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: no JSON: {error}; download the folder again") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _opened(files: Sequence[Path], stack: ExitStack) -> dict[str, Callable[[], Tensor]]:
+    """Return the name of each tensor in files -> function that maps it."""
+    from safetensors import SafetensorError, safe_open
+
+    tensors: dict[str, Callable[[], Tensor]] = {}
+    for path in files:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: damaged or cut off ({error}); download the file again") from error
+        for name in file.keys():  # noqa: SIM118  # not a mapping
+            tensors[name] = lambda file=file, name=name: file.get_tensor(name)  # type: ignore[misc]
+    return tensors
+
+
+def _matched(module: nn.Module, tensors: Mapping[str, Callable[[], Tensor]], folder: Path) -> dict[int, str]:
+    """Return id of parameter -> name of its tensor; tied parameters need only one.
+
+    Raises:
+        CheckpointError: a parameter has no tensor, or one of another shape.
+    """
+    names: dict[int, list[str]] = {}
+    parameters = {id(p): p for p in module.parameters()}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    stored = {key: name for key, each in names.items() for name in reversed(each) if name in tensors}
+    buffers = [
+        name for name in module.state_dict() if name not in dict(module.named_parameters(remove_duplicate=False))
+    ]
+    missing = [each[0] for key, each in names.items() if key not in stored]
+    if missing := [*missing, *(name for name in buffers if name not in tensors)]:
+        known = {*buffers, *(name for each in names.values() for name in each)}
+        others = [name for name in tensors if name not in known]
+        raise CheckpointError(
+            f"{folder}: no tensor for {listed(missing)}; there are {listed(others) or 'no others'} that the module"
+            " lacks: write the build function of this folder's architecture"
+        )
+    for key, name in stored.items():
+        shape = tensors[name]().shape
+        if shape != parameters[key].shape:
+            raise CheckpointError(
+                f"{folder}: {name} is {tuple(shape)}, and {tuple(parameters[key].shape)} in the module; build it from"
+                " this folder's config"
+            )
+    return stored
+
+
+# --- the cache ---
+
+
+def _cache_file(folder: Path, files: Sequence[Path], formats: Mapping[str, str], cache: Path) -> Path:
+    """Return the path of the quantized weights, which its hash of files and formats names."""
+    key = hashlib.sha256(json.dumps([LAYOUT, _hashes(folder, files, cache), dict(formats)]).encode())
+    return cache / f"{folder.name}-{key.hexdigest()[:16]}.safetensors"
+
+
+def _hashes(folder: Path, files: Sequence[Path], cache: Path) -> list[str]:
+    """Return the SHA-256 of each file; a file of the same size and time of change isn't read again."""
+    place = cache / f"hashes-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}.json"
+    known = read_json(place) or {}
+    found: dict[str, Any] = {}
+    for path in files:
+        status = path.stat()
+        identity = [status.st_size, status.st_mtime_ns, status.st_ino]
+        before = known.get(path.name)
+        found[path.name] = before if before and before[:3] == identity else [*identity, _sha256(path)]
+    if found != known:
+        write_json(place, found, durable=False)
+    return [each[3] for each in found.values()]
+
+
+def _sha256(path: Path) -> str:
+    digest, part = hashlib.sha256(), bytearray(2**20)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(part):
+            digest.update(memoryview(part)[:count])
+    return digest.hexdigest()
+
+
+def _cached(
+    path: Path, sources: Mapping[str, str], formats: Mapping[str, str], tensors: Mapping[str, Callable[[], Tensor]]
+) -> dict[str, QuantizedWeight]:
+    """Return name -> quantized weight, mapped from a file; write the file if it is missing or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    dtypes = {}
+    for name, source in sources.items():
+        dtypes[name] = tensors[source]().dtype
+        if dtypes[name] not in FLOATS:
+            raise CheckpointError(
+                f"{source} is {dtypes[name]}, and so quantized already; write the folder of the 16-bit model"
+            )
+    shapes = {name: tensors[source]().shape for name, source in sources.items()}
+    layout = {f"{name}.{key}": part for name in sources for key, part in _layout(shapes[name], formats[name]).items()}
+    layout = dict(sorted(layout.items(), key=lambda item: -item[1].dtype.itemsize))  # so that offsets are aligned
+    file: Any = None
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, FileNotFoundError):
+        try:
+            _write(path, layout, sources, formats, tensors)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: the quantized weights can't be written ({error.strerror}); write cache=<a folder with room"
+                f" for {format_bytes(sum(part.nbytes for part in layout.values()))}>"
+            ) from error
+        file = safe_open(path, framework="pt")
+    weights: dict[str, QuantizedWeight] = {}
+    by_source: dict[str, QuantizedWeight] = {}  # tied weights stay tied
+    for name, source in sources.items():
+        if source not in by_source:
+            parts: dict[str, Tensor] = {
+                key: file.get_tensor(f"{name}.{key}") for key in _layout(shapes[name], formats[name])
+            }
+            by_source[source] = QuantizedWeight(shapes[name], dtypes[name], **parts)
+        weights[name] = by_source[source]
+    return weights
+
+
+def _layout(shape: torch.Size, format: str) -> dict[str, Part]:
+    """Return the buffers of a quantized weight."""
+    if format == "int8":
+        return {"codes": Part(torch.int8, tuple(shape)), "scales": Part(torch.int32, tuple(shape[:-1]))}
+    numbers = shape.numel()
+    blocks = -(-numbers // BLOCK)
+    return {
+        "codes": Part(torch.uint8, (-(-numbers // 2),)),
+        "scale_codes": Part(torch.uint8, (blocks,)),
+        "scales": Part(torch.int32, (1 - (-blocks // SCALES_PER_BLOCK),)),
+    }
+
+
+def _write(
+    path: Path,
+    layout: Mapping[str, Part],
+    sources: Mapping[str, str],
+    formats: Mapping[str, str],
+    tensors: Mapping[str, Callable[[], Tensor]],
+) -> None:
+    """Quantize each weight from its mapped tensor and write it to its place in a new file of safetensors.
+
+    The file is written by hand, since ``save_file`` would need all weights in memory, twice.
+    """
+    offset, header = 0, dict[str, Any]()
+    for name, part in layout.items():
+        end = offset + part.nbytes
+        header[name] = {"dtype": _NAMES[part.dtype], "shape": part.shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with whole_file(path) as new, new.open("wb", buffering=0) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, source in sources.items():
+            weight = quantized(tensors[source](), formats[name])
+            for key, value in weight.state_dict().items():
+                file.seek(8 + len(text) + header[f"{name}.{key}"]["data_offsets"][0])
+                rest = memoryview(value.numpy()).cast("B")
+                while len(rest):
+                    rest = rest[file.write(rest) :]
+
+
+def _assign(
+    module: nn.Module, tensors: Mapping[str, Callable[[], Tensor]], stored: Mapping[int, str], without: set[int]
+) -> None:
+    """Give each parameter its mapped tensor, and load buffers; parameters in ``without`` are left as they are."""
+    new: dict[int, nn.Parameter] = {}
+    for name, part in module.named_modules():
+        for key, p in part._parameters.items():
+            if p is None or (id(p) in without):
+                continue
+            if id(p) not in new:
+                new[id(p)] = nn.Parameter(tensors[stored[id(p)]](), requires_grad=False)
+            part._parameters[key] = new[id(p)]
+        for key, buffer in part._buffers.items():
+            full = f"{name}.{key}" if name else key
+            if buffer is not None and key not in part._non_persistent_buffers_set and full in tensors:
+                part._buffers[key] = tensors[full]().clone()  # which training may change
