@@ -18,6 +18,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from lightning_solo.nn.bitsandbytes_operators import bitsandbytes, dynamic_codes
@@ -109,14 +110,32 @@ class QuantizedWeight(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, other, errors)
 
 
+def layout(shape: torch.Size, format: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return type and shape of each saved buffer of a quantized weight."""
+    if format == "int8":
+        return {"codes": (torch.int8, tuple(shape)), "scales": (torch.int32, tuple(shape[:-1]))}
+    numbers = shape.numel()
+    blocks = -(-numbers // BLOCK)
+    return {
+        "codes": (torch.uint8, (-(-numbers // 2),)),
+        "scale_codes": (torch.uint8, (blocks,)),
+        "scales": (torch.int32, (1 - (-blocks // SCALES_PER_BLOCK),)),
+    }
+
+
 @torch.no_grad()
 def quantized(weight: Tensor, format: str = "nf4", device: torch.device | None = None) -> QuantizedWeight:
     """Return a weight in ``nf4`` or ``int8``, on a device, by default its own.
 
-    A part after the other is quantized, so that temporaries stay small. The result is that of the whole at once.
+    A part after the other is quantized, so that temporaries stay small. The result is that of the whole at once. Of a
+    tensor without numbers nothing is computed.
     """
     dtype, shape = weight.dtype, weight.shape
     device = weight.device if device is None else device
+    if weight.is_meta or isinstance(weight, FakeTensor):
+        parts = layout(shape, format).items()
+        buffers = {name: torch.empty(size, dtype=kind, device=device) for name, (kind, size) in parts}
+        return QuantizedWeight(shape, dtype, **buffers)
     if format == "int8":
         codes = torch.empty(shape, dtype=torch.int8, device=device)
         scales = torch.empty(shape[:-1], dtype=torch.float32, device=device)
@@ -159,8 +178,10 @@ def dequantized(
     """Return a weight of a shape in a type from the buffers of a `QuantizedWeight`."""
     numbers, computed = scales.view(torch.float32), dtype if dtype in FLOATS else torch.float32
     if scale_codes is None or table is None:
-        return torch.mul(codes, numbers[..., None]).to(computed).to(dtype)
-    operators = torch.ops.bitsandbytes
+        # a GPU's kernel rounds each product to the type of the result, without a product in fp32 in memory
+        weight = torch.empty(shape, dtype=computed, device=codes.device)
+        return torch.mul(codes, numbers[..., None], out=weight).to(dtype)
+    operators: Any = torch.ops.bitsandbytes
     codes_of_scales = table.view(torch.float32)
     largest = operators.dequantize_blockwise(scale_codes, numbers[1:], codes_of_scales, SCALES_PER_BLOCK, torch.float32)
     largest = largest + numbers[0]

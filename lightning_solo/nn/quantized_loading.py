@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,26 +23,15 @@ from lightning_solo.attributes import replaced
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError, listed
 from lightning_solo.machine import is_installed
 from lightning_solo.nn.quantizable import chosen_weights
-from lightning_solo.nn.quantized import BLOCK, FLOATS, FORMATS, SCALES_PER_BLOCK, QuantizedWeight, quantize, quantized
+from lightning_solo.nn.quantized import FLOATS, FORMATS, QuantizedWeight, layout, quantize, quantized
 from lightning_solo.units import format_bytes
 
 LAYOUT = 1
 """Number of the cache's layout; a change makes new files."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
+Buffer = tuple[torch.dtype, tuple[int, ...]]
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
-
-
-class Part(NamedTuple):
-    """One buffer of a quantized weight in the cache's file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
 def load_quantized(
@@ -263,18 +252,18 @@ def _cached(
                 f"{source} is {dtypes[name]}, and so quantized already; write the folder of the 16-bit model"
             )
     shapes = {name: tensors[source]().shape for name, source in sources.items()}
-    layout = {f"{name}.{key}": part for name in sources for key, part in _layout(shapes[name], formats[name]).items()}
-    layout = dict(sorted(layout.items(), key=lambda item: -item[1].dtype.itemsize))  # so that offsets are aligned
+    buffers = {f"{name}.{key}": part for name in sources for key, part in layout(shapes[name], formats[name]).items()}
+    buffers = dict(sorted(buffers.items(), key=lambda item: -item[1][0].itemsize))  # so that offsets are aligned
     file: Any = None
     try:
         file = safe_open(path, framework="pt")
     except (SafetensorError, FileNotFoundError):
         try:
-            _write(path, layout, sources, formats, tensors)
+            _write(path, buffers, sources, formats, tensors)
         except OSError as error:
             raise CheckpointError(
                 f"{path}: the quantized weights can't be written ({error.strerror}); write cache=<a folder with room"
-                f" for {format_bytes(sum(part.nbytes for part in layout.values()))}>"
+                f" for {format_bytes(sum(map(_bytes, buffers.values())))}>"
             ) from error
         file = safe_open(path, framework="pt")
     weights: dict[str, QuantizedWeight] = {}
@@ -282,29 +271,20 @@ def _cached(
     for name, source in sources.items():
         if source not in by_source:
             parts: dict[str, Tensor] = {
-                key: file.get_tensor(f"{name}.{key}") for key in _layout(shapes[name], formats[name])
+                key: file.get_tensor(f"{name}.{key}") for key in layout(shapes[name], formats[name])
             }
             by_source[source] = QuantizedWeight(shapes[name], dtypes[name], **parts)
         weights[name] = by_source[source]
     return weights
 
 
-def _layout(shape: torch.Size, format: str) -> dict[str, Part]:
-    """Return the buffers of a quantized weight."""
-    if format == "int8":
-        return {"codes": Part(torch.int8, tuple(shape)), "scales": Part(torch.int32, tuple(shape[:-1]))}
-    numbers = shape.numel()
-    blocks = -(-numbers // BLOCK)
-    return {
-        "codes": Part(torch.uint8, (-(-numbers // 2),)),
-        "scale_codes": Part(torch.uint8, (blocks,)),
-        "scales": Part(torch.int32, (1 - (-blocks // SCALES_PER_BLOCK),)),
-    }
+def _bytes(buffer: Buffer) -> int:
+    return buffer[0].itemsize * torch.Size(buffer[1]).numel()
 
 
 def _write(
     path: Path,
-    layout: Mapping[str, Part],
+    buffers: Mapping[str, Buffer],
     sources: Mapping[str, str],
     formats: Mapping[str, str],
     tensors: Mapping[str, Callable[[], Tensor]],
@@ -314,9 +294,9 @@ def _write(
     The file is written by hand, since ``save_file`` would need all weights in memory, twice.
     """
     offset, header = 0, dict[str, Any]()
-    for name, part in layout.items():
-        end = offset + part.nbytes
-        header[name] = {"dtype": _NAMES[part.dtype], "shape": part.shape, "data_offsets": [offset, end]}
+    for name, (dtype, shape) in buffers.items():
+        end = offset + _bytes((dtype, shape))
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

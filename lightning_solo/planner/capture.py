@@ -142,6 +142,7 @@ def capture(
         stack.enter_context(_collected_at_steps())
         stack.enter_context(tracer)
         trainer.fit(module, loader)
+        del tracer.log.events[watch.events :]  # what is undone after training is on the host
         if by_hand.used:
             tracer.assume("tensors that the module puts on a CUDA device by hand are on the planned device")
         if len(tracer.steps) < steps:
@@ -189,7 +190,7 @@ class _Watch(Callback):
     def __init__(self, tracer: Tracer, steps: int) -> None:
         self.tracer = tracer
         self.steps = steps
-        self.batches = self.stepped = 0
+        self.batches = self.stepped = self.events = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         for optimizer in trainer.optimizers:
@@ -226,6 +227,9 @@ class _Watch(Callback):
             self.tracer.steps.append(len(self.tracer.costs))
         if len(self.tracer.steps) >= self.steps or self.batches >= 64:
             trainer.should_stop = True
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.events = len(self.tracer.log.events)
 
 
 @contextmanager

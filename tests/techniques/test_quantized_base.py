@@ -12,13 +12,18 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import lightning_solo as solo
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError
 from lightning_solo.nn.quantizable import chosen_weights
 from lightning_solo.nn.quantized import QuantizedLinear, quantize, quantized
+from lightning_solo.planner.device import device
+from lightning_solo.planner.planner import Planner
+from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.quantized_base.technique import QuantizedBase
-from tests.modules import Stack, loader, regression
+from lightning_solo.units import GiB
+from tests.modules import Held, Stack, loader, regression
 
 Make = Callable[..., Any]
 WIDTH = 32
@@ -217,6 +222,28 @@ def test_gradients_under_checkpointing_and_offloading_are_the_same(make_trainer:
     for technique in (solo.ActivationCheckpointing(), offloaded):
         for one, other in zip(alone, fit(technique), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_planned_bytes_are_those_of_a_fit_and_no_gradient_or_state_is_of_frozen_weights(
+    make_trainer: Make, format: str
+) -> None:
+    def module() -> Any:
+        return module_of(net=Stack(2, width=256))
+
+    (batch,) = loader(1, width=256)
+    preset = {"precision": "bf16-mixed", "callback": {"quantized_base": {"format": format}}}
+    plan = Planner(module, batch, {}, device("cpu"), GiB).plan("tried", compose(preset))
+    held = Held()
+    batches: Any = DataLoader([batch] * 6, batch_size=None)
+    make_trainer(L, callbacks=[QuantizedBase(format), held], precision="bf16-mixed", max_epochs=1).fit(
+        module(), batches
+    )
+    assert plan.peak_bytes == held.peak_bytes
+    frozen, trained = 4 * 4 * 256 * 256, 2 * 2 * 256 + 256 + 1  # numbers of linear layers; of norms and the head
+    assert plan.breakdown["weights"] < {"nf4": 0.53, "int8": 1.05}[format] * frozen + 4 * trained + 4 * 2 * 5 * 256
+    assert plan.breakdown["gradients"] <= 4 * trained
+    assert plan.peak_bytes < 2 * frozen  # bf16 weights alone would take as much
 
 
 def test_a_module_that_is_quantized_before_stays_so(make_trainer: Make) -> None:
