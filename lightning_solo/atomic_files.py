@@ -80,7 +80,8 @@ def open_own(path: Path) -> IO[bytes]:
         return os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a+b")
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link, which may lead to any file; remove it", str(path)) from None
+            text = f"{path.name} in it is a link, which may lead to any file; remove this link"
+            raise OSError(errno.ELOOP, text, str(path)) from None
         raise
 
 

@@ -209,8 +209,8 @@ def code_folders() -> dict[str, Path]:
     user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     defaults = {
         "TORCHINDUCTOR_CACHE_DIR": Path(tempfile.gettempdir(), f"torchinductor_{user}"),
-        "TRITON_CACHE_DIR": home / ".triton" / "cache",
-        "TORCH_EXTENSIONS_DIR": home / ".cache" / "torch_extensions",
+        "TRITON_CACHE_DIR": Path(os.environ.get("TRITON_HOME") or home, ".triton", "cache"),
+        "TORCH_EXTENSIONS_DIR": Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache", "torch_extensions"),
     }
     return {variable: Path(os.environ.get(variable) or default) for variable, default in defaults.items()}
 
@@ -223,11 +223,16 @@ def open_to_others(*variables: str) -> str | None:
     for variable in variables:
         folder = code_folders()[variable]
         if folder.is_dir() and (folder.stat().st_uid not in (os.geteuid(), 0) or folder.stat().st_mode & 0o002):
-            return (
-                f"other users may write into {folder}, whose files are run as machine code; write chmod -R go-w"
-                f" '{folder}' if it is yours and you trust its files, else {variable}=<a folder of yours>"
-            )
+            return others_may_write(folder, variable)
     return None
+
+
+def others_may_write(folder: Path, variable: str) -> str:
+    """Return in words that a folder isn't private, with the remedy."""
+    return (
+        f"{folder} belongs to another user, or others may write into it, and its files are run as machine code; write"
+        f" chmod -R go-w '{folder}' if it is yours and you trust its files, else {variable}=<a folder of yours>"
+    )
 
 
 def private_folder(root: Path, *parts: str) -> Path:

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
-NAME = re.compile(r"(^|_)(API_?KEY|ACCESS_KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+NAME = re.compile(
+    r"((^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWD|PASSPHRASE|CREDENTIALS?)|_PWD|PASSWORD)(_|$)", re.IGNORECASE
+)
 """Names of environment variables that hold secrets, such as WANDB_API_KEY, HF_TOKEN and AWS_SECRET_ACCESS_KEY."""
 SHORTEST = 8
 """Characters of a secret, at least: shorter values, such as ``1``, occur in other texts."""
@@ -30,7 +32,8 @@ def secret_in(value: Any) -> str | None:
 
 
 def without_secrets(value: Any) -> Any:
-    """Return a text, or a plain container of texts, with ``$NAME`` in place of each secret."""
+    """Return a text, or a container of texts, with ``$NAME`` in place of each secret; OmegaConf's become plain."""
+    value = _as_plain(value)
     if isinstance(value, str):
         for secret, name in secrets().items():
             value = value.replace(secret, f"${name}")
@@ -47,7 +50,16 @@ def print_error(kind: type[BaseException], error: BaseException, trace: Tracebac
     print(without_secrets("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
+def _as_plain(value: Any) -> Any:
+    if type(value).__module__.partition(".")[0] != "omegaconf":
+        return value
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
+
+
 def _texts(value: Any) -> Iterator[str]:
+    value = _as_plain(value)
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

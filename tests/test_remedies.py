@@ -337,7 +337,6 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "cli/__init__.py": 1,
         "cli/command_line.py": 6,
         "cli/convert.py": 1,
-        "cli/doctor.py": 1,
         "cli/export.py": 2,
         "cli/hydra_section.py": 4,
         "cli/ladder_line.py": 1,

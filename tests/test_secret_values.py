@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import pytest
+from omegaconf import OmegaConf
 
 from lightning_solo.secret_values import NAME, print_error, secret_in, without_secrets
 
 SECRET = "s3cret-of-the-environment"
 SECRETS = ["WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "A_SECRET", "DB_PASSWORD", "openai_apikey", "KEY"]
+SECRETS += ["PGPASSWORD", "DB_PWD", "SSH_PASSPHRASE"]
 
 
 @pytest.mark.parametrize("name", SECRETS)
@@ -21,9 +23,14 @@ def test_name_of_a_secret(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "a": [f"${name}", 1],
         "b": (None, f"${name}!"),
     }
+    nested = OmegaConf.create({"a": {"b": [f"x{SECRET}"]}})
+    assert secret_in(nested) == name
+    assert without_secrets({"cfg": nested}) == {"cfg": {"a": {"b": [f"x${name}"]}}}
 
 
-@pytest.mark.parametrize("name", ["HOME", "GIT_AUTHOR_NAME", "KEYBOARD", "TOKENIZERS_PARALLELISM", "PATH"])
+@pytest.mark.parametrize(
+    "name", ["HOME", "GIT_AUTHOR_NAME", "KEYBOARD", "TOKENIZERS_PARALLELISM", "PATH", "PWD", "OLDPWD"]
+)
 def test_other_names(name: str) -> None:
     assert NAME.search(name) is None
 

@@ -39,7 +39,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
         for folder in (new, *(each for each in new.rglob("*") if each.is_dir())):
             sync(folder)
         before = path.rename(new.with_name(f"{new.name}0")) if path.exists() else None
-        new.rename(path)
+        try:
+            new.rename(path)
+        except OSError:
+            if before is not None:
+                before.rename(path)
+            raise
         sync(path.parent)
         if before is not None:
             shutil.rmtree(before)
@@ -51,9 +56,12 @@ def refuse_changed(folder: Path) -> None:
     """Refuse a folder of which a file isn't as `whole_folder` listed it; leave folders without a list alone.
 
     Raises:
-        CheckpointError: a file is missing or changed; names it.
+        CheckpointError: a file is missing or changed, or the list can't be read; names it.
     """
-    for name, written in (read_json(folder / HASHES) or {}).items():
+    listed = read_json(folder / HASHES)
+    if listed is None and (folder / HASHES).exists():
+        raise CheckpointError(f"{folder} is damaged ({HASHES} can't be read); take another checkpoint")
+    for name, written in (listed or {}).items():
         file = folder / name
         if not all(map(is_name, name.split("/"))):
             raise CheckpointError(

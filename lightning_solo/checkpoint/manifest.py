@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 from lightning_solo.atomic_files import is_name, open_own, sync
 from lightning_solo.checkpoint.damage import damage
 from lightning_solo.checkpoint.folders import local
-from lightning_solo.checkpoint.writing import Written, corrupt, digest, unloadable
+from lightning_solo.checkpoint.writing import Written, corrupt, digest
 from lightning_solo.errors import CheckpointError, listed
 from lightning_solo.machine import versions
 
@@ -132,15 +132,14 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """Return the path of the newest valid checkpoint in a folder; None if the folder has no checkpoints.
 
     The newest is the one of the most optimizer steps, whatever the files' times are. Its content is compared with the
-    manifest that was written with them. Without one, or for files that it doesn't list, the checksums within the files
-    are checked, and the manifest is written anew. A warning names each file that is passed over, such as a link to a
-    file in another folder.
+    manifest that was written with them. Files that it doesn't list are checked by the checksums within them, and
+    the returned one gets a line. A warning names each file that is passed over, such as a link to a file in another
+    folder.
 
     Raises:
         CheckpointError: there are checkpoints, and none is valid; or the folder is on another machine.
     """
-    local(folder)
-    root = Path(folder)
+    root = local(folder) if "://" in str(folder) else Path(folder)
     found = sorted(_candidates(root), key=lambda each: each[:3], reverse=True)
     rejected: list[str] = []
     for _, _, _, path in found:
@@ -203,14 +202,15 @@ def step_of(path: Path) -> int:
     """Return the optimizer steps of a checkpoint's file; of one that can't be read, a number above all others."""
     if damage(path) is not None:
         return sys.maxsize
-    step = _loops(path).get("global_step", -1)
+    step = _content(path).get("global_step", -1)
     return step if isinstance(step, int) else -1
 
 
-def _loops(path: Path) -> dict[str, Any]:
-    if unloadable(path) is not None:
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # of many kinds, by what the file holds
         return {}
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     return content if isinstance(content, dict) else {}
 
 
@@ -230,6 +230,6 @@ def _relist(root: Path, path: Path) -> None:
 
 
 def _append_found(path: Path) -> None:
-    loops, found = _loops(path), digest(path)
-    step, epoch = (value if isinstance(value := loops.get(name), int) else 0 for name in ("global_step", "epoch"))
+    content, found = _content(path), digest(path)
+    step, epoch = (value if isinstance(value := content.get(name), int) else 0 for name in ("global_step", "epoch"))
     append(path.parent, Entry(path.name, step, epoch, found.size, found.sha256))

@@ -338,7 +338,7 @@ def refuse_trust_in_files(cfg: DictConfig, overrides: Sequence[str]) -> None:
     if cfg.get("allow") and not any(parse_override(text).key_or_group == "allow" for text in overrides):
         names = ",".join(map(str, cfg.allow))
         raise PresetError(
-            f"allow=[{names}] stands in a configuration file, which could trust any code; if you trust these prefixes,"
+            f"allow=[{names}] is set in a configuration file, which could allow any code; if you trust these prefixes,"
             f" write allow=[{names}] on the command line"
         )
 

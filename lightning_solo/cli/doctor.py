@@ -19,6 +19,7 @@ from lightning_solo.machine import (
     is_private,
     ninja_executable,
     nvidia_driver,
+    others_may_write,
     versions,
 )
 from lightning_solo.presets.compose import compose
@@ -124,8 +125,7 @@ def tools() -> dict[str, str]:
 def unsafe() -> dict[str, str]:
     """Return a line for each folder of compiled code, which processes run, into which other users may write."""
     return {
-        f"unsafe: {variable}": f"other users may write into {folder}, whose files are run; write chmod -R go-w"
-        f" '{folder}' if it is yours and you trust its files, else {variable}=<a folder of yours>"
+        f"unsafe: {variable}": others_may_write(folder, variable)
         for variable, folder in code_folders().items()
         if folder.is_dir() and not is_private(folder)
     }

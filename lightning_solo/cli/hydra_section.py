@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,6 +18,9 @@ LOG_FOLDER = "${hydra.runtime.output_dir}/"
 FOLDERS = {"run.dir": "${root}/${run}", "sweep.dir": "${root}/${run}", "sweep.subdir": "${hydra.job.num}"}
 CALLED = ("launcher", "sweeper", "job_logging", "hydra_logging", "callbacks")
 """Sections of which Hydra makes objects, or whose objects it calls."""
+ENVIRONS = ("launcher", "sweeper")
+"""Sections among them whose values may be variables of the environment."""
+ENVIRONMENT = re.compile(r"\$\{oc\.env:[^{}]*\}")
 
 
 def check_hydra(cfg: DictConfig) -> None:
@@ -36,7 +40,9 @@ def check_hydra(cfg: DictConfig) -> None:
         if not is_allowed(str(target), ("hydra._internal.core_plugins", "hydra_plugins")):
             raise PresetError(f"{path}._target_={target!r}: only Hydra's own launchers and sweepers, and its plugins'")
     for path, text in leaves(hydra, "hydra"):
-        if path.split(".")[1] in CALLED and "${" in str(text) and not str(text).startswith(("${oc.env:", LOG_FOLDER)):
+        section, value = path.split(".")[1], str(text)
+        harmless = value.startswith(LOG_FOLDER) or (section in ENVIRONS and ENVIRONMENT.fullmatch(value))
+        if section in CALLED and "${" in value and not harmless:
             raise PresetError(f"{path}={text!r}: could lead to any object; write the value itself")
     if hydra.get("callbacks"):
         raise PresetError("hydra.callbacks: would run code of its own; a callback of Lightning goes to solo.callback")

@@ -99,11 +99,11 @@ def train(cfg: DictConfig, folder: Path, checked: CheckedConfig | None = None) -
     if cfg.get("optimizer") and not checked.optimizer:
         cfg.optimizer = {}  # the model doesn't use the default
     with RunFolder(folder) as run_folder:
-        return _train(cfg, folder, checked, run_folder)
+        return _train(cfg, checked, run_folder)
 
 
-def _train(cfg: DictConfig, folder: Path, checked: CheckedConfig, run_folder: RunFolder) -> float | None:
-    checkpoint = run_folder.open(cfg)
+def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> float | None:
+    folder, checkpoint = run_folder.path, run_folder.open(cfg)
     plan_checks: list[Any] = []
     if checked.solo.auto is not None:
         resumes = checkpoint is not None and cfg.resume != "override"

@@ -105,7 +105,7 @@ class ItemStates:
         Args:
             states: of `saved`.
             within: whether the epoch's iterator had begun; its first batch may be still to come.
-            cut: whether not all batches of an epoch are used.
+            cut: whether an epoch uses only a part of its batches.
 
         Raises:
             CheckpointError: items draw random numbers, and the saved run had another number of workers, or workers that

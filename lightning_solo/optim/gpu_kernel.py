@@ -140,7 +140,7 @@ def kernels(device: torch.device, otherwise: Kernels) -> TritonKernels | None:
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
     if reason := open_to_others("TRITON_CACHE_DIR"):
-        raise CapabilityError(f"compact states are stepped by Triton's kernels: {reason}")
+        raise CapabilityError(f"compact states need Triton's compiled kernels: {reason}")
     return TritonKernels(device, otherwise)
 
 

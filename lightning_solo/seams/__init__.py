@@ -5,7 +5,7 @@ technique.py   Technique: a callback with seams, of which it overrides those it 
 run.py         Run, the context that every seam receives: trainer, module, accumulation window, undo
 strategy.py    the functions that call the techniques around a strategy's methods during a run
 patches.py     changes of Lightning's objects, each with the function that undoes it
-resuming.py    further ones, by which a fit goes on at an exact place
+resuming.py    continue a fit at an exact place
 homes.py       `lightning.pytorch` and `pytorch_lightning`: two packages, two sets of classes
 ```
 """

@@ -1,4 +1,4 @@
-"""How a fit goes on at an exact place in Lightning's loops: private names and replacements, as in `patches`.
+"""Continue a fit at an exact place in Lightning's loops. Uses private names, as `patches` does.
 
 Written for Lightning 2.6. Its own restart knows the place by counts of batches only, and in some places repeats or
 leaves out what was due.

@@ -185,7 +185,7 @@ def _printable(value: Any) -> Any:
     if isinstance(value, str):
         return "".join(each if each.isprintable() or each in "\n\t" else "?" for each in value)
     if isinstance(value, dict):
-        return {key: _printable(each) for key, each in value.items()}
+        return {_printable(key): _printable(each) for key, each in value.items()}
     return [_printable(each) for each in value] if isinstance(value, list) else value
 
 

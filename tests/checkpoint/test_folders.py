@@ -55,6 +55,30 @@ def test_error_leaves_the_folder_before(folder: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["saved"]
 
 
+def test_folder_gets_its_name_back_where_the_new_one_cannot_take_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, targets = Path.rename, list[Path]()
+
+    def rename(path: Path, target: Path) -> Path:
+        targets.append(target)
+        if len(targets) == 2:
+            raise OSError("no more links")
+        return stock(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(OSError, match="no more links"):
+        save(folder, 2)
+    assert number_in(folder) == 1
+    assert [path.name for path in folder.parent.iterdir()] == ["saved"]
+
+
+def test_list_that_is_damaged_is_no_missing_list(folder: Path) -> None:
+    (folder / HASHES).write_text("{")
+    with pytest.raises(CheckpointError, match=mentions("saved", HASHES)):
+        refuse_changed(folder)
+
+
 @pytest.mark.parametrize("change", ["flipped", "truncated", "missing"])
 @pytest.mark.row(39)
 def test_changed_file_is_found(change: str, folder: Path) -> None:

@@ -187,6 +187,7 @@ def test_other_versions_are_passed_over(versions: Any, tmp_path: Path) -> None:
         lambda each: append(tmp_path, Entry("last.ckpt", 1, 0, *each, "", versions)),
     )
     assert solo.latest_checkpoint(tmp_path) is not None
+    assert solo.latest_checkpoint(f"file://{tmp_path}") == solo.latest_checkpoint(tmp_path)
 
 
 @pytest.mark.row(85)

@@ -84,6 +84,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
             for text in (
                 "hydra_logging.handlers.console.class=os.system",
                 "job_logging.handlers.console.stream=ext://antigravity.x",
+                "job_logging.handlers.console.stream='${oc.env:NO_SUCH,ext}://antigravity.x'",
+                "job_logging.handlers.console.stream='${oc.env:NO_SUCH}'",
                 "job_logging.handlers.file.filename=/tmp/elsewhere.log",
                 "job_logging.handlers.file.filename=${hydra.runtime.output_dir}/../../x.log",
                 "job_logging.handlers.file.filename=${hydra.runtime.output_dir}/${root}",

@@ -273,11 +273,11 @@ class ExactResume(Technique, Settings):
         """Keep the state until training starts.
 
         Raises:
-            CheckpointError: a key is missing or unknown.
+            CheckpointError: a key is missing or unknown, or no run can continue where it was saved.
         """
-        if state_dict and not {*state_dict} <= KEYS:
+        if state_dict and (differ := (KEYS ^ {*state_dict}) - {"loaders"}):
             raise CheckpointError(
-                f"callback.exact_resume: the checkpoint's state has the unknown keys {sorted({*state_dict} - KEYS)};"
+                f"callback.exact_resume: the checkpoint's state has other keys than this version's: {sorted(differ)};"
                 " resume with the version that saved it, or write ~callback.exact_resume"
             )
         if state_dict and state_dict["spoilt"]:

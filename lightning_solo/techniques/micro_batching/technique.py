@@ -271,8 +271,6 @@ class MicroBatching(Technique, Settings):
         if self._ran:
             self._begin_window(zeroed=False)
 
-    # --- a step ---
-
     # --- validation ---
 
     def on_validation_batch_start(
@@ -284,7 +282,7 @@ class MicroBatching(Technique, Settings):
         self._validating = ""
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Name the validation batch that didn't fit in the text of its error."""
+        """Add the validation batch that didn't fit to the text of its error."""
         super().on_exception(trainer, pl_module, exception)
         validating, self._validating = self._validating, ""
         if validating and is_out_of_memory(exception):
