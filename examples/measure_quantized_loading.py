@@ -73,7 +73,7 @@ def naive(folder: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lightning_solo.nn.bitsandbytes_operators import bitsandbytes
+    from lightning_solo.bitsandbytes_operators import bitsandbytes
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     for name, part in list(model.named_modules()):
@@ -99,7 +99,7 @@ def load(way: str, folder: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     import lightning_solo as solo
-    from lightning_solo.nn.bitsandbytes_operators import bitsandbytes
+    from lightning_solo.bitsandbytes_operators import bitsandbytes
     from lightning_solo.nn.quantized import QuantizedWeight
 
     torch.set_num_threads(1)

@@ -20,6 +20,7 @@ LEVELS = {
     "atomic_files": 0,
     "checkpoint": 0.9,
     "attributes": 0,
+    "bitsandbytes_operators": 0.1,
     "cpp_builds": 0.1,
     "errors": 0,
     "machine": 0,

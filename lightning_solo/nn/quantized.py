@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from lightning_solo.nn.bitsandbytes_operators import bitsandbytes, dynamic_codes
+from lightning_solo.bitsandbytes_operators import bitsandbytes, dynamic_codes
 
 FORMATS = ("nf4", "int8")
 BLOCK, SCALES_PER_BLOCK = 64, 256

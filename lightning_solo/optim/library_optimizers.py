@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_solo.bitsandbytes_operators import bitsandbytes
 from lightning_solo.errors import CheckpointError
 from lightning_solo.optim.back_end_facts import BACK_ENDS, OPTION
 from lightning_solo.optim.param_groups import name_in, saved_states
@@ -24,10 +25,8 @@ def optimizer_class(back_end: str, decoupled: bool) -> Any:
 
         return flashoptim.FlashAdamW if decoupled else flashoptim.FlashAdam
     if back_end.startswith("bitsandbytes"):
-        import bitsandbytes
-
         paged = BACK_ENDS[back_end].paged_from is not None
-        return _bitsandbytes_class(getattr(bitsandbytes.optim, "PagedAdamW8bit" if paged else "AdamW8bit"))
+        return _bitsandbytes_class(getattr(bitsandbytes().optim, "PagedAdamW8bit" if paged else "AdamW8bit"))
     import torchao.optim
 
     bits = BACK_ENDS[back_end].moment_bits

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+from lightning_solo.bitsandbytes_operators import bitsandbytes
 from lightning_solo.memory.ledger import saved_for_backward
-from lightning_solo.nn.bitsandbytes_operators import bitsandbytes
 from lightning_solo.nn.quantized import AT_ONCE, QuantizedLinear, QuantizedWeight, quantize, quantized
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -260,7 +260,7 @@ def test_import_asks_no_hub_and_prints_nothing() -> None:
         "kernels = types.ModuleType('kernels')\n"
         "kernels.get_kernel = lambda *args, **kwargs: asked.append(args)\n"
         "sys.modules['kernels'] = kernels\n"
-        "from lightning_solo.nn.bitsandbytes_operators import bitsandbytes\n"
+        "from lightning_solo.bitsandbytes_operators import bitsandbytes\n"
         "bitsandbytes()\n"
         "assert sys.modules['kernels'] is kernels\n"
         "print(asked)\n"

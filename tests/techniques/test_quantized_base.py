@@ -224,6 +224,37 @@ def test_gradients_under_checkpointing_and_offloading_are_the_same(make_trainer:
             assert torch.equal(one, other)
 
 
+@pytest.mark.long  # the import of peft takes seconds
+def test_adapters_of_peft_train_on_rounded_weights_and_save_no_quantized_module(make_trainer: Make) -> None:
+    functional = pytest.importorskip("peft.functional")
+    from peft import LoraConfig
+
+    def adapted(**options: Any) -> Any:
+        module = module_of()
+        config = LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False, **options)
+        torch.manual_seed(3)
+        functional.inject_adapter_in_model(config, module)
+        return module
+
+    for options in ({}, {"use_dora": True}, {"modules_to_save": ["head"]}):
+        module, watch, technique = adapted(**options), Watch(), QuantizedBase()
+        plain = copy.deepcopy(module)
+        for part, _ in chosen_weights(plain).modules.values():
+            part.weight.data = quantized(part.weight).dequantized()
+        make_trainer(L, callbacks=[technique, watch], max_epochs=1).fit(module, loader(3, width=WIDTH))
+        make_trainer(L, max_epochs=1).fit(plain, loader(3, width=WIDTH))
+        assert watch.kinds["net.blocks.0.up.base_layer"] == "QuantizedLinear"
+        for one, other in zip(trained(module), trained(plain), strict=True):
+            assert torch.equal(one, other)
+    module = module_of()
+    module.net.blocks[0].up.requires_grad_(False)
+    quantize(module.net.blocks[0].up, {"weight": quantized(module.net.blocks[0].up.weight)})
+    config = LoraConfig(target_modules=["down"], modules_to_save=["up"])
+    functional.inject_adapter_in_model(config, module)
+    with pytest.raises(ConflictError, match="modules_to_save"):
+        make_trainer(L, callbacks=[QuantizedBase()], max_epochs=1).fit(module, loader(3, width=WIDTH))
+
+
 @pytest.mark.parametrize("format", ["nf4", "int8"])
 def test_planned_bytes_are_those_of_a_fit_and_no_gradient_or_state_is_of_frozen_weights(
     make_trainer: Make, format: str

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_solo.errors import CheckpointError
+from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.nn.quantizable import Choice, chosen_weights
 from lightning_solo.nn.quantized import QuantizedWeight, quantize, quantized, quantized_modules
 from lightning_solo.seams.run import Run
@@ -44,9 +44,14 @@ class QuantizedBase(Technique, Settings):
 
         Raises:
             NothingToDoError: no frozen weight can be quantized, or a pattern matches none.
-            ConflictError: a pattern matches a weight that is trained.
+            ConflictError: a pattern matches a weight that is trained, or peft's ``modules_to_save`` a quantized layer.
         """
         before = list(quantized_modules(ctx.module))
+        if copies := [name for name, _ in before if "modules_to_save" in name.split(".")]:
+            raise ConflictError(
+                f"callback.quantized_base: {copies[0]} is a copy of a layer in 4 or 8 bits, and modules_to_save would"
+                " train it, which has no effect; leave it out of modules_to_save, or don't quantize this layer"
+            )
         patterns = None if self.layers == FROZEN else [self.layers] if isinstance(self.layers, str) else self.layers
         choice = chosen_weights(ctx.module, patterns, embeddings=self.embeddings == "int8", required=not before)
         ctx.undo.callback(self._weights.clear)
