@@ -16,6 +16,7 @@ from lightning_solo.export.engine_folder import engine_weights
 from lightning_solo.export.formats import DTYPES
 from lightning_solo.export.sources import checkpoint_of, engine_folder, new_file, read, refuse_existing
 from lightning_solo.machine import is_installed
+from lightning_solo.nn.quantized import quantized_weights_of, with_plain_weights
 from lightning_solo.optim.checkpoint_masters import RECORD, bits_of, masters_of, place
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.split_optimizer import SplitOptimizer
@@ -49,7 +50,8 @@ def export_weights(
     """Return the weights of a module or a checkpoint as one plain state dict on the host; write it, too.
 
     Weights that ``compact`` splits are joined with their corrections, and those of ``zero_offload`` are its fp32 master
-    weights. Tied weights stay tied. Integers and float64 are copied as they are.
+    weights. Weights in 4 or 8 bits are dequantized. Tied weights stay tied. Integers and float64 are copied as they
+    are.
 
     Args:
         source: a LightningModule during or after its fit, any other module, the path of a checkpoint, a folder that
@@ -101,8 +103,9 @@ def _of_module(module: nn.Module) -> Source:
     except (AttributeError, RuntimeError):  # no LightningModule, or none that a Trainer has
         strategy = None
     if strategy is None:
-        return Source(type(module).__name__, module.state_dict())
+        return Source(type(module).__name__, with_plain_weights(module.state_dict(), quantized_weights_of(module)))
     weights: dict[str, Any] = strategy.lightning_module_state_dict()  # under zero_offload the master weights
+    weights = with_plain_weights(weights, quantized_weights_of(module))
     optimizers = strategy.optimizers
     held = {p: each for each in optimizers for p in parameters_of(each) if p.requires_grad}
     trained = {}

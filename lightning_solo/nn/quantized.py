@@ -373,6 +373,36 @@ def _dequantize(module: nn.Module, cls: type, parameters: Mapping[str, nn.Parame
     module._parameters.update({name: p for name, p in now.items() if name not in module._parameters})
 
 
+def with_plain_weights(states: Mapping[str, Any], weights: Mapping[str, QuantizedWeight]) -> dict[str, Any]:
+    """Return a state dict with dequantized weights instead of the buffers of quantized ones.
+
+    Args:
+        states: of a module.
+        weights: qualified name of a parameter -> its quantized weight, as from `quantized_weights_of`.
+    """
+    prefixes = {}
+    for name in weights:
+        part, _, parameter = name.rpartition(".")
+        prefixes[f"{part}.quantized_weights.{parameter}" if part else f"quantized_weights.{parameter}"] = name
+    plain: dict[str, Any] = {}
+    for key, value in states.items():
+        whole = prefixes.get(key.rpartition(".")[0])
+        if whole is None:
+            plain[key] = value
+        elif whole not in plain:
+            plain[whole] = weights[whole].dequantized()
+    return plain
+
+
+def quantized_weights_of(module: nn.Module) -> dict[str, QuantizedWeight]:
+    """Return the qualified name of each quantized parameter -> its weight."""
+    return {
+        f"{name}.{key}" if name else key: cast("QuantizedWeight", weight)
+        for name, part in quantized_modules(module)
+        for key, weight in part.quantized_weights.items()
+    }
+
+
 def quantized_modules(module: nn.Module) -> Iterator[tuple[str, _Quantized]]:
     """Yield the qualified name and module of each part with quantized weights."""
     return ((name, part) for name, part in module.named_modules() if isinstance(part, _Quantized))

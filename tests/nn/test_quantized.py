@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
+import lightning_solo as solo
 from lightning_solo.bitsandbytes_operators import bitsandbytes
 from lightning_solo.memory.ledger import saved_for_backward
 from lightning_solo.nn.quantized import AT_ONCE, QuantizedLinear, QuantizedWeight, quantize, quantized
@@ -241,6 +242,15 @@ def test_fake_tensors_and_compiled_code() -> None:
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for one, other in zip(run(layer), run(compiled), strict=True):
         assert torch.equal(one, other)
+
+
+def test_export_has_dequantized_weights() -> None:
+    module = nn.Sequential(in_place(linear(64, 96)), nn.ReLU(), in_place(linear(96, 8), "int8"))
+    weights = solo.export_weights(module)
+    assert list(weights) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert torch.equal(weights["0.weight"], module[0].weight)
+    assert torch.equal(weights["2.weight"], module[2].weight)
+    nn.Sequential(linear(64, 96), nn.ReLU(), linear(96, 8)).load_state_dict(weights)
 
 
 def test_zeros_have_no_nan() -> None:

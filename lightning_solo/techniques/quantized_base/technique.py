@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.nn.quantizable import Choice, chosen_weights
-from lightning_solo.nn.quantized import QuantizedWeight, quantize, quantized, quantized_modules
+from lightning_solo.nn.quantized import QuantizedWeight, quantize, quantized, quantized_modules, with_plain_weights
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Checkpoint, Technique
 from lightning_solo.techniques.quantized_base.card import CARD, FROZEN, Settings
@@ -102,15 +102,7 @@ class _QuantizedCheckpoint(Checkpoint):
 
     def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return the weights with dequantized ones instead of codes and scales."""
-        prefixes = {self._prefix(name): name for name in self._weights}
-        saved: dict[str, Any] = {}
-        for key, value in weights.items():
-            prefix = key.rpartition(".")[0] + "."
-            if prefix in prefixes:
-                saved.setdefault(prefixes[prefix], self._weights[prefixes[prefix]].dequantized())
-            else:
-                saved[key] = value
-        return saved
+        return with_plain_weights(weights, self._weights)
 
     def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint with the codes and scales of the weights that it holds."""
@@ -130,8 +122,3 @@ class _QuantizedCheckpoint(Checkpoint):
                 )
             weight.load_state_dict(stored)
         proceed(checkpoint)
-
-    @staticmethod
-    def _prefix(name: str) -> str:
-        module, _, parameter = name.rpartition(".")
-        return f"{module}.quantized_weights.{parameter}." if module else f"quantized_weights.{parameter}."
