@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import struct
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -185,16 +186,20 @@ def _matched(module: nn.Module, tensors: Mapping[str, Callable[[], Tensor]], fol
     for name, p in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(p), []).append(name)
     stored = {key: name for key, each in names.items() for name in reversed(each) if name in tensors}
-    buffers = [
-        name for name in module.state_dict() if name not in dict(module.named_parameters(remove_duplicate=False))
-    ]
+    own = dict(module.named_parameters(remove_duplicate=False))
+    buffers = [name for name in module.state_dict() if name not in own]
+    others = [name for name in tensors if name not in own and name not in buffers]
     missing = [each[0] for key, each in names.items() if key not in stored]
     if missing := [*missing, *(name for name in buffers if name not in tensors)]:
-        known = {*buffers, *(name for each in names.values() for name in each)}
-        others = [name for name in tensors if name not in known]
         raise CheckpointError(
             f"{folder}: no tensor for {listed(missing)}; there are {listed(others) or 'no others'} that the module"
             " lacks: write the build function of this folder's architecture"
+        )
+    if others:
+        warnings.warn(
+            f"{folder}: the module lacks {listed(others)}, which are left out; if it should have them, build it from"
+            " this folder's config",
+            stacklevel=3,
         )
     for key, name in stored.items():
         shape = tensors[name]().shape

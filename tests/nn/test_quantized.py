@@ -214,6 +214,8 @@ def test_parameters_of_any_module(format: str) -> None:
     assert all(torch.equal(output, outputs[0]) for output in outputs)
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
     assert "up" not in vars(mine)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(mine, backend="eager")(x), outputs[0])
     undo()
     assert type(mine) is Experts
     assert [name for name, _ in mine.named_parameters()] == ["up", "scale"]

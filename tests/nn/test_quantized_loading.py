@@ -193,6 +193,16 @@ def test_broken_folders_are_named(tmp_path: Path, kind: str) -> None:
         load(tmp_path / "model")
 
 
+def test_tensors_that_the_module_lacks_are_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    saved(tmp_path / "model", shards=1)
+    path = tmp_path / "model" / "model.safetensors"
+    save_file({**load_file(path), "layers.2.0.weight": torch.zeros(2)}, path)
+    with pytest.warns(UserWarning, match=r"layers\.2\.0\.weight"):
+        load(tmp_path / "model")
+
+
 def test_missing_shard_is_named(tmp_path: Path) -> None:
     saved(tmp_path / "model")
     (tmp_path / "model" / "model-1.safetensors").unlink()
