@@ -13,8 +13,9 @@ import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,14 @@ Buffer = tuple[torch.dtype, tuple[int, ...]]
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
+class Stored(NamedTuple):
+    """A tensor in a folder's files: its shape and type, and the function that maps it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
 def load_quantized(
     build: Callable[[], AnyModule],
     folder: str | Path,
@@ -46,7 +55,8 @@ def load_quantized(
 ) -> AnyModule:
     """Return a frozen module with the weights of a folder, those of linear layers in 4 or 8 bits.
 
-    All weights stay mapped from files, and take host memory only as they are used.
+    All weights stay mapped from files, and take host memory only as they are used. The experts of a mixture are stacked
+    as transformers' modules hold them.
 
     Args:
         build: returns the module, such as ``lambda: AutoModelForCausalLM.from_config(config)``. Its parameters are
@@ -75,6 +85,7 @@ def load_quantized(
         tensors = _opened(files, stack)
         with parameters_without_numbers():
             module = build().requires_grad_(False)
+        tensors = _with_experts(module, tensors)
         stored = _matched(module, tensors, folder)
         choice = chosen_weights(module, layers, embeddings=embeddings == "int8")
         sources = {
@@ -160,22 +171,52 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _opened(files: Sequence[Path], stack: ExitStack) -> dict[str, Callable[[], Tensor]]:
-    """Return the name of each tensor in files -> function that maps it."""
+def _opened(files: Sequence[Path], stack: ExitStack) -> dict[str, Stored]:
+    """Return the name of each tensor in files -> its place."""
     from safetensors import SafetensorError, safe_open
 
-    tensors: dict[str, Callable[[], Tensor]] = {}
+    tensors: dict[str, Stored] = {}
     for path in files:
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except SafetensorError as error:
             raise CheckpointError(f"{path}: damaged or cut off ({error}); download the file again") from error
         for name in file.keys():  # noqa: SIM118  # not a mapping
-            tensors[name] = lambda file=file, name=name: file.get_tensor(name)  # type: ignore[misc]
+            mapped = file.get_tensor(name)
+            tensors[name] = Stored(mapped.shape, mapped.dtype, partial(file.get_tensor, name))
     return tensors
 
 
-def _matched(module: nn.Module, tensors: Mapping[str, Callable[[], Tensor]], folder: Path) -> dict[int, str]:
+def _with_experts(module: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return tensors with those of a mixture's experts as one, where the module has one parameter of three dimensions.
+
+    Folders of transformers have ``experts.0.gate_proj.weight`` and so on, and its modules ``experts.gate_up_proj``.
+    """
+    result = dict(tensors)
+    for name, p in module.named_parameters():
+        prefix, _, last = name.rpartition(".")
+        if name in tensors or p.ndim != 3:
+            continue
+        parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+        names = [[f"{prefix}.{index}.{part}.weight" for part in parts] for index in range(len(p))]
+        if not all(each in tensors for row in names for each in row):
+            continue
+        rows = [[tensors[each] for each in row] for row in names]
+        if all((sum(t.shape[0] for t in row), *row[0].shape[1:]) == p.shape[1:] for row in rows):
+            for each in (each for row in names for each in row):
+                del result[each]
+            result[name] = Stored(p.shape, rows[0][0].dtype, partial(_stacked, p.shape, rows))
+    return result
+
+
+def _stacked(shape: torch.Size, rows: Sequence[Sequence[Stored]]) -> Tensor:
+    whole = torch.empty(shape, dtype=rows[0][0].dtype)
+    for expert, row in zip(whole, rows, strict=True):
+        torch.cat([stored.read() for stored in row], out=expert)
+    return whole
+
+
+def _matched(module: nn.Module, tensors: Mapping[str, Stored], folder: Path) -> dict[int, str]:
     """Return id of parameter -> name of its tensor; tied parameters need only one.
 
     Raises:
@@ -202,7 +243,7 @@ def _matched(module: nn.Module, tensors: Mapping[str, Callable[[], Tensor]], fol
             stacklevel=3,
         )
     for key, name in stored.items():
-        shape = tensors[name]().shape
+        shape = tensors[name].shape
         if shape != parameters[key].shape:
             raise CheckpointError(
                 f"{folder}: {name} is {tuple(shape)}, and {tuple(parameters[key].shape)} in the module; build it from"
@@ -244,19 +285,19 @@ def _sha256(path: Path) -> str:
 
 
 def _cached(
-    path: Path, sources: Mapping[str, str], formats: Mapping[str, str], tensors: Mapping[str, Callable[[], Tensor]]
+    path: Path, sources: Mapping[str, str], formats: Mapping[str, str], tensors: Mapping[str, Stored]
 ) -> dict[str, QuantizedWeight]:
     """Return name -> quantized weight, mapped from a file; write the file if it is missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     dtypes = {}
     for name, source in sources.items():
-        dtypes[name] = tensors[source]().dtype
+        dtypes[name] = tensors[source].dtype
         if dtypes[name] not in FLOATS:
             raise CheckpointError(
                 f"{source} is {dtypes[name]}, and so quantized already; write the folder of the 16-bit model"
             )
-    shapes = {name: tensors[source]().shape for name, source in sources.items()}
+    shapes = {name: tensors[source].shape for name, source in sources.items()}
     buffers = {f"{name}.{key}": part for name in sources for key, part in layout(shapes[name], formats[name]).items()}
     buffers = dict(sorted(buffers.items(), key=lambda item: -item[1][0].itemsize))  # so that offsets are aligned
     file: Any = None
@@ -292,7 +333,7 @@ def _write(
     buffers: Mapping[str, Buffer],
     sources: Mapping[str, str],
     formats: Mapping[str, str],
-    tensors: Mapping[str, Callable[[], Tensor]],
+    tensors: Mapping[str, Stored],
 ) -> None:
     """Quantize each weight from its mapped tensor and write it to its place in a new file of safetensors.
 
@@ -308,7 +349,7 @@ def _write(
     with whole_file(path) as new, new.open("wb", buffering=0) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, source in sources.items():
-            weight = quantized(tensors[source](), formats[name])
+            weight = quantized(tensors[source].read(), formats[name])
             for key, value in weight.state_dict().items():
                 file.seek(8 + len(text) + header[f"{name}.{key}"]["data_offsets"][0])
                 rest = memoryview(value.numpy()).cast("B")
@@ -316,9 +357,7 @@ def _write(
                     rest = rest[file.write(rest) :]
 
 
-def _assign(
-    module: nn.Module, tensors: Mapping[str, Callable[[], Tensor]], stored: Mapping[int, str], without: set[int]
-) -> None:
+def _assign(module: nn.Module, tensors: Mapping[str, Stored], stored: Mapping[int, str], without: set[int]) -> None:
     """Give each parameter its mapped tensor, and load buffers; parameters in ``without`` are left as they are."""
     new: dict[int, nn.Parameter] = {}
     for name, part in module.named_modules():
@@ -326,9 +365,9 @@ def _assign(
             if p is None or (id(p) in without):
                 continue
             if id(p) not in new:
-                new[id(p)] = nn.Parameter(tensors[stored[id(p)]](), requires_grad=False)
+                new[id(p)] = nn.Parameter(tensors[stored[id(p)]].read(), requires_grad=False)
             part._parameters[key] = new[id(p)]
         for key, buffer in part._buffers.items():
             full = f"{name}.{key}" if name else key
             if buffer is not None and key not in part._non_persistent_buffers_set and full in tensors:
-                part._buffers[key] = tensors[full]().clone()  # which training may change
+                part._buffers[key] = tensors[full].read().clone()  # which training may change

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lightning_solo as solo
 from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.nn import quantized_loading
-from lightning_solo.nn.quantized import QuantizedEmbedding, QuantizedLinear, quantized
+from lightning_solo.nn.quantized import QuantizedEmbedding, QuantizedLinear, quantized, quantized_weights_of
 from tests.messages import mentions
 
 pytest.importorskip("safetensors")
@@ -212,23 +212,23 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
 
 def test_models_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    settings = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2,
-        num_hidden_layers=2,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(settings)
-    model.save_pretrained(tmp_path / "model")
-    build = lambda: transformers.AutoModelForCausalLM.from_config(settings)  # noqa: E731
-    loaded = solo.load_quantized(build, tmp_path / "model", cache=tmp_path / "cache")
-    layers = [part for part in loaded.modules() if isinstance(part, QuantizedLinear)]
-    assert len(layers) == 2 * 7
-    for (_, part), mine in zip(
-        [each for each in model.named_modules() if isinstance(each[1], nn.Linear) and "head" not in each[0]],
-        layers,
-        strict=True,
-    ):
-        part.weight.data = mine.weight
-    ids = torch.arange(12)[None]
-    assert not any(tensor.is_meta for tensor in [*loaded.parameters(), *loaded.buffers()])
-    assert torch.equal(model(ids).logits, loaded(ids).logits)
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    small |= {"num_key_value_heads": 2, "num_hidden_layers": 2}
+    of_experts = {"moe_intermediate_size": 48, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}
+    configs = [transformers.LlamaConfig(**small), transformers.Qwen3MoeConfig(**small, **of_experts)]
+    for settings, count in zip(configs, (2 * 7, 2 * (4 + 2)), strict=True):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(settings)
+        model.save_pretrained(tmp_path / "model")
+        build = lambda settings=settings: transformers.AutoModelForCausalLM.from_config(settings)  # noqa: E731
+        loaded = solo.load_quantized(build, tmp_path / "model", cache=tmp_path / "cache")
+        weights = quantized_weights_of(loaded)
+        assert len(weights) == count
+        for name in weights:
+            plain, mine = model.get_parameter(name), weights[name].dequantized()
+            assert 0.05 < (mine - plain).norm() / plain.norm() < 0.12
+            plain.data = mine
+        ids = torch.arange(12)[None]
+        assert not any(tensor.is_meta for tensor in [*loaded.parameters(), *loaded.buffers()])
+        assert torch.equal(model(ids).logits, loaded(ids).logits)
+        shutil.rmtree(tmp_path / "model")
