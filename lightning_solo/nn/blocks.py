@@ -13,6 +13,7 @@ from itertools import combinations
 from torch import nn
 
 from lightning_solo.errors import NothingToDoError, nearest
+from lightning_solo.nn.adapted import plain_modules
 
 Build = frozenset[tuple[str, int]]  # a module's structure: (name, dimensions) of each parameter
 
@@ -96,7 +97,7 @@ def _is_feed_forward(module: nn.Module) -> bool:
     if not _is_callable(module):
         return False
     linear: list[tuple[int, int]] = []
-    for part in module.modules():
+    for _, part in plain_modules(module):
         weights = dict(part.named_parameters(recurse=False))
         if any(weight.ndim > 1 for weight in weights.values()):
             if isinstance(part, nn.Linear):

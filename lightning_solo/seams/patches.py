@@ -8,7 +8,7 @@ one a test in `tests/seams/test_patches.py`, for both homes, fails if its target
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
@@ -125,6 +125,31 @@ def without_clipping(precision: Any) -> Any:
 def without_module_init_context(precision: Any) -> Any:
     """Build weights in fp32 in ``configure_model``, not in the dtype that the precision's context sets."""
     return replaced(precision, "module_init_context", nullcontext)
+
+
+@contextmanager
+def conversion_around(precision: Any, kept: Callable[[Any], Iterable[Any]]) -> Iterator[None]:
+    """Convert a module to the precision's type without the parameters of ``kept(module)``."""
+    stock = precision.convert_module
+
+    def convert_module(module: Any) -> Any:
+        values = {p: p.data for p in kept(module)}
+        for p, value in values.items():
+            p.data = value.new_empty(0)
+        try:
+            return stock(module)
+        finally:
+            for p, value in values.items():
+                p.data = value.to(p.device)
+
+    with replaced(precision, "convert_module", convert_module):
+        yield
+
+
+def loaded_checkpoint(trainer: Any) -> Mapping[str, Any]:
+    """Return the checkpoint that a Trainer is loading."""
+    checkpoint: Mapping[str, Any] = trainer._checkpoint_connector._loaded_checkpoint
+    return checkpoint
 
 
 def without_distributed_sampler(trainer: Any) -> Any:

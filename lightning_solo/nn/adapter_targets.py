@@ -1,0 +1,263 @@
+"""The layers of a module that get adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_solo.errors import ConflictError, NothingToDoError, listed, nearest
+from lightning_solo.nn.adapted import plain, plain_modules
+from lightning_solo.nn.blocks import feed_forward_parts, repeated_blocks
+
+OPTION = "callback.adapters"
+ALL_LINEAR = "all-linear"
+LINEAR = ("Linear", "Conv1D")
+"""Kinds of layers that `ALL_LINEAR` selects; Conv1D is transformers' linear layer with a transposed weight."""
+KINDS = {
+    "lora": (*LINEAR, "Embedding", "Conv1d", "Conv2d", "Conv3d", "MultiheadAttention"),
+    "rslora": (*LINEAR, "Embedding", "Conv1d", "Conv2d", "Conv3d", "MultiheadAttention"),
+    "dora": (*LINEAR, "Embedding", "Conv2d"),
+    "pissa": LINEAR,
+    "ia3": (*LINEAR, "Conv2d"),
+}
+"""Method -> kinds of layers that it can adapt."""
+
+
+@dataclass
+class Targets:
+    """The layers to adapt.
+
+    Attributes:
+        layers: qualified name -> layer, in module order; of several names of a layer the first.
+        left_out: qualified name of a linear layer that gets no adapter -> the reason.
+    """
+
+    layers: dict[str, nn.Module] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def targets_of(module: nn.Module, targets: str | Sequence[str], method: str) -> Targets:
+    """Return the layers that get adapters.
+
+    `ALL_LINEAR` selects the linear layers, and attention modules of torch, except output heads, frozen layers beside
+    trained ones (a teacher), weights that another layer shares, and weights that are computed from others. A pattern
+    selects layers by their class or their qualified name.
+
+    Args:
+        module: possibly with adapters of another name.
+        targets: `ALL_LINEAR`, or patterns.
+        method: one of `KINDS`.
+
+    Raises:
+        NothingToDoError: a pattern, or all of them, match nothing; the message lists the layers.
+        ConflictError: a pattern matches a layer that can't have an adapter.
+    """
+    modules = dict(plain_modules(module))
+    patterns = [targets] if isinstance(targets, str) else list(targets)
+    if patterns == [ALL_LINEAR]:
+        return _all_linear(module, modules, method)
+    kinds, owner, weights = KINDS[method], _attention_of(modules), owners_of_weights(modules)
+    first = {id(part): name for name, part in modules.items()}
+    every = list(plain_modules(module, remove_duplicate=False))
+    chosen: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        hits = {first[id(part)]: part for name, part in every if _matches(pattern, name, part)}
+        layers = {name: part for name, part in hits.items() if _kind(part) in kinds}
+        if not layers:
+            raise NothingToDoError(_no_match(pattern, modules, hits, method))
+        chosen |= layers
+    for name in list(chosen):
+        if (attention := owner.get(name)) is None:
+            continue
+        if attention not in chosen:
+            raise ConflictError(
+                f"{OPTION}.targets matches {name}, whose weight {attention} reads without calling it: an adapter there"
+                f" would never run; write the attention module itself: {OPTION}.targets=[{attention.split('.')[-1]}]"
+            )
+        del chosen[name]
+    for name, part in chosen.items():
+        if (reason := _unfit(part, weights)) is not None:
+            raise ConflictError(
+                f"{OPTION}.targets matches {name}, {reason}; write patterns that leave it out, as targets={ALL_LINEAR}"
+                f" does, or name it in {OPTION}.modules_to_save, which trains the whole layer"
+            )
+    frozen = {name for name, part in chosen.items() if _is_frozen(part)}
+    if len(frozen) == len(chosen):
+        frozen = set()  # these layers are meant, and were frozen by hand
+    order = [name for name in modules if name in chosen and name not in frozen]
+    left_out = {name: "frozen, beside trained ones" for name in modules if name in frozen}
+    return Targets({name: chosen[name] for name in order}, left_out)
+
+
+def _all_linear(module: nn.Module, modules: dict[str, nn.Module], method: str) -> Targets:
+    owner, weights, heads, found = (
+        _attention_of(modules),
+        owners_of_weights(modules),
+        _heads(module, modules),
+        Targets(),
+    )
+    is_all_frozen = _is_frozen(module)  # so the base was frozen by hand; else what is frozen may be a teacher
+    with_attention = "MultiheadAttention" in KINDS[method]
+    for name, part in modules.items():
+        if _kind(part) not in (*LINEAR, "MultiheadAttention") or (name in owner and with_attention):
+            continue
+        if name in owner or (_kind(part) == "MultiheadAttention" and not with_attention):
+            reason = f"of an attention module of torch, which method={method} can't adapt"
+        elif isinstance(part, nn.MultiheadAttention) and not part._qkv_same_embed_dim:
+            reason = "an attention module with keys or values of another width"
+        elif id(part) in heads:
+            reason = "output head"
+        elif _is_frozen(part) and not is_all_frozen:
+            reason = "frozen"
+        elif (unfit := _unfit(part, weights)) is not None:
+            reason = unfit
+        else:
+            found.layers[name] = part
+            continue
+        found.left_out[name] = reason
+    if not found.layers:
+        reasons = ", ".join(f"{name} ({reason})" for name, reason in list(found.left_out.items())[:8])
+        raise NothingToDoError(
+            f"{OPTION}.targets={ALL_LINEAR} selects no layer of {type(module).__name__}; it leaves out"
+            f" {reasons or 'nothing: there are no linear layers'}; write patterns: {OPTION}.targets=[<class or name>]"
+        )
+    return found
+
+
+def named_modules_of(module: nn.Module, names: Sequence[str], option: str) -> dict[str, nn.Module]:
+    """Return qualified name -> module for names, or ends of names, as ``lm_head`` of ``net.lm_head``.
+
+    Raises:
+        NothingToDoError: a name matches nothing.
+    """
+    modules = dict(plain_modules(module))
+    chosen: dict[str, nn.Module] = {}
+    for each in names:
+        hits = {name: part for name, part in modules.items() if name and (name == each or name.endswith(f".{each}"))}
+        if not hits:
+            with_weights = [name for name, part in modules.items() if part._parameters]
+            raise NothingToDoError(
+                f"{option}: no module {each!r} in {type(module).__name__}{nearest(each, with_weights)}there are"
+                f" {listed(with_weights, 8)}"
+            )
+        chosen |= hits
+    return chosen
+
+
+def feed_forward_outputs(module: nn.Module, layers: dict[str, nn.Module]) -> list[str]:
+    """Return the names of layers that lead from a feed-forward part's larger width back; IA3 scales their inputs."""
+    try:
+        parts = list(feed_forward_parts(module).values())
+    except NothingToDoError:
+        return []
+    inside = {id(layer) for part in parts for layer in part.modules()}
+    return [name for name, layer in layers.items() if id(layer) in inside and _inputs(layer) > _outputs(layer)]
+
+
+def _inputs(layer: nn.Module) -> int:
+    return int(layer.in_features) if isinstance(layer, nn.Linear) else int(layer.weight.shape[0])  # type: ignore
+
+
+def _outputs(layer: nn.Module) -> int:
+    return int(layer.out_features) if isinstance(layer, nn.Linear) else int(layer.weight.shape[-1])  # type: ignore
+
+
+def owners_of_weights(modules: Mapping[str, nn.Module]) -> dict[int, list[str]]:
+    """Return id of parameter -> names of the modules that have it."""
+    owners: dict[int, list[str]] = {}
+    for name, part in modules.items():
+        for p in part._parameters.values():
+            if p is not None:
+                owners.setdefault(id(p), []).append(name)
+    return owners
+
+
+def _kind(part: nn.Module) -> str | None:
+    """Return the kind of layer as `KINDS` names it."""
+    names = [cls.__name__ for cls in type(part).__mro__]
+    if names[0] == "Conv1D":
+        return "Conv1D"
+    if isinstance(part, nn.modules.conv._ConvNd) and getattr(part, "transposed", False):
+        return None
+    kinds = ("Linear", "Embedding", "Conv1d", "Conv2d", "Conv3d", "MultiheadAttention")
+    return next((name for name in names if name in kinds and hasattr(nn, name)), None)
+
+
+def _matches(pattern: str, name: str, part: nn.Module) -> bool:
+    classes = {cls.__name__ for cls in type(part).__mro__ if cls not in (nn.Module, object)}
+    # torch's attention reads the weight of a subclass of Linear, which nobody means by "Linear"
+    if pattern in classes and not isinstance(part, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return True
+    return bool(name) and (fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}"))
+
+
+def _no_match(pattern: str, modules: dict[str, nn.Module], hits: dict[str, nn.Module], method: str) -> str:
+    if hits:
+        kinds = dict.fromkeys(type(part).__name__ for part in hits.values())
+        return (
+            f"{OPTION}.targets={pattern!r} matches only {', '.join(kinds)} ({listed(hits)}), which method={method}"
+            f" can't adapt; it adapts {', '.join(KINDS[method])}; write the layers inside, as ['{pattern}.*']"
+        )
+    ends = dict.fromkeys(name.split(".")[-1] for name, part in modules.items() if _kind(part) in KINDS[method])
+    classes = dict.fromkeys(type(part).__name__ for part in modules.values() if _kind(part) in KINDS[method])
+    return (
+        f"{OPTION}.targets={pattern!r} matches no layer{nearest(pattern, [*ends, *classes])}there are"
+        f" {listed(ends, 12) or 'no layers'} of the classes {', '.join(classes) or 'none'}"
+    )
+
+
+def _attention_of(modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Return name of an attention module's ``out_proj`` -> name of the attention module of torch."""
+    return {
+        f"{name}.out_proj".lstrip("."): name
+        for name, part in modules.items()
+        if isinstance(part, nn.MultiheadAttention)
+    }
+
+
+def _unfit(part: nn.Module, weights: dict[int, list[str]]) -> str | None:
+    """Return why a layer can't have an adapter that is merged rightly; None if it can."""
+    weight = part._parameters.get("in_proj_weight" if isinstance(part, nn.MultiheadAttention) else "weight")
+    if (weight is None and "quantized_weights" not in part._modules) or is_parametrized(part):
+        return "whose weight is computed from others"
+    if isinstance(part, nn.modules.conv._ConvNd) and ({*part.dilation} != {1} or part.padding_mode != "zeros"):
+        return "whose dilation or padding peft's factors don't have"
+    owners = weights[id(weight)] if weight is not None else []
+    return f"which shares its weight with another layer ({' and '.join(owners)})" if len(owners) > 1 else None
+
+
+def _is_frozen(part: nn.Module) -> bool:
+    parameters = list(part.parameters())
+    return bool(parameters) and not any(p.requires_grad for p in parameters)
+
+
+def _heads(module: nn.Module, modules: dict[str, nn.Module]) -> set[int]:
+    """Return the ids of the layers that make a module's outputs.
+
+    They are those that Hugging Face's ``get_output_embeddings`` returns in any part of the module; if there are none,
+    the linear layers after the last repeated block; in a module without such blocks its last linear layer.
+    """
+    heads: set[int] = set()
+    for part in modules.values():
+        if callable(method := getattr(part, "get_output_embeddings", None)):
+            try:
+                head = method()
+            except (NotImplementedError, AttributeError):
+                continue
+            heads |= {id(plain(head))} if isinstance(head, nn.Module) else set()
+    if heads:
+        return heads
+    linear = {name: part for name, part in modules.items() if _kind(part) in LINEAR}
+    if not _is_frozen(module):  # a frozen teacher's are none
+        linear = {name: part for name, part in linear.items() if not _is_frozen(part)}
+    try:
+        blocks = repeated_blocks(module)
+    except NothingToDoError:
+        return {id(part) for part in list(linear.values())[-1:]} if len(linear) > 1 else set()
+    order, inside = list(modules), {id(part) for block in blocks.values() for part in map(plain, block.modules())}
+    last = max(order.index(name) for name, part in modules.items() if id(part) in inside)
+    return {id(part) for name, part in linear.items() if order.index(name) > last}

@@ -1,0 +1,1 @@
+"""Adapters: small trained factors beside frozen weights."""

@@ -1,0 +1,208 @@
+"""Adapters: the module's weights are frozen, and small factors beside them are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed
+from lightning_solo.nn.adaptation import (
+    AdapterConfig,
+    adapter_configs,
+    adapter_names,
+    adapter_parameters,
+    base_samples,
+    base_tensors,
+    freeze,
+    insert,
+    merge,
+    merge_summary,
+    remove_adapters,
+    use_adapter,
+    whole_parameters,
+)
+from lightning_solo.nn.adapter_targets import feed_forward_outputs, named_modules_of, targets_of
+from lightning_solo.nn.rollback import Unchanged
+from lightning_solo.seams import patches
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.strategy import join
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.adapters.card import CARD, Settings
+from lightning_solo.techniques.adapters.checkpoints import AdapterCheckpoint
+from lightning_solo.units import format_bytes
+
+OPTION = "callback.adapters"
+
+
+class Adapters(Technique, Settings):
+    """Trains adapters of peft, and freezes all other weights.
+
+    After the fit ``requires_grad`` is as before. The module keeps its adapters and answers as trained;
+    ``solo.merge_adapters(module)`` adds them to its weights, and ``solo.remove_adapters(module)`` takes them out.
+    With ``after_fit="merge"`` they are merged when the fit ends.
+
+    Raises:
+        PresetError: an argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def _init_state(self) -> None:
+        self.config: AdapterConfig | None = None
+        self.base: dict[str, Any] | None = None
+        self.buffers: Unchanged | None = None
+        self.loaded: list[str] = []
+        self.merged: dict[str, Any] | None = None
+        self._left_out: dict[str, str] = {}
+        self._inserted = False
+
+    # --- joining ---
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Join the run of a fit, and of an evaluation, which may load a checkpoint of adapters."""
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            join(self, trainer)
+
+    def transform(self, ctx: Run) -> None:
+        """Put the adapters in, unless a checkpoint or an earlier fit has; freeze everything else.
+
+        Raises:
+            NothingToDoError: a name or pattern matches nothing.
+            ConflictError: a pattern matches a layer that can't have an adapter; or the module has other adapters.
+        """
+        if not ctx.training:
+            return
+        self.enter(ctx)
+        assert self.config is not None
+        flags = {name: p.requires_grad for name, p in base_tensors(ctx.module).items()}
+        freeze(ctx.module, self.config)
+        ctx.undo.callback(_restore, ctx.module, flags)
+        ctx.undo.enter_context(patches.conversion_around(ctx.strategy.precision_plugin, self._kept_types))
+        self._log(ctx)
+
+    def enter(self, ctx: Run) -> None:
+        """Put the adapters into the module of a run, once, and register how they are left."""
+        if self._inserted:
+            return
+        module = ctx.module
+        self.config = self._config_for(module)
+        self.base = base_samples(module, self.config)
+        self.merged, self.buffers, self.loaded = None, None, []
+        if self.adapter_name in adapter_names(module):
+            use_adapter(module, self.adapter_name)
+            ctx.undo.callback(self._leave, ctx, new=False)
+        else:
+            insert(module, self.config)
+            ctx.undo.callback(self._leave, ctx, new=True)
+        self._inserted = True
+
+    def _config_for(self, module: nn.Module) -> AdapterConfig:
+        present = adapter_configs(module)
+        if foreign := [name for name in adapter_names(module) if name not in present]:
+            raise ConflictError(
+                f"{OPTION} and adapters that are in the module already ({', '.join(foreign)}), which something else has"
+                f" put there: drop that, or write ~{OPTION}"
+            )
+        targets = targets_of(module, self.targets, self.method)
+        self._left_out = targets.left_out
+        whole = named_modules_of(module, self.modules_to_save, f"{OPTION}.modules_to_save")
+        for name in whole:
+            if inside := [each for each in targets.layers if each == name or each.startswith(f"{name}.")]:
+                raise ConflictError(
+                    f"{OPTION}.modules_to_save trains {name} whole, and {OPTION}.targets gives {listed(inside)} an"
+                    " adapter; write other targets, or leave it out of modules_to_save"
+                )
+        config = AdapterConfig(
+            name=self.adapter_name,
+            method=self.method,
+            r=self.r,
+            alpha=self.alpha,
+            dropout=self.dropout,
+            layers=tuple(targets.layers),
+            feed_forward=tuple(feed_forward_outputs(module, targets.layers)) if self.method == "ia3" else (),
+            modules_to_save=tuple(whole),
+            tokens=self._rows(module),
+        )
+        whole_parameters(module, config.modules_to_save)  # refuses what can't be trained
+        if self.adapter_name in present and present[self.adapter_name] != config:
+            old, new = present[self.adapter_name].record(), config.record()
+            changed = [f"{key}={old[key]!r}" for key in old if old[key] != new[key]]
+            raise ConflictError(
+                f"the module has an adapter {self.adapter_name!r} from an earlier fit, with {listed(changed)}; write"
+                f" these settings, another {OPTION}.adapter_name, or first solo.merge_adapters(module)"
+            )
+        return config
+
+    def _rows(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
+        rows = self.trainable_token_indices
+        option = f"{OPTION}.trainable_token_indices"
+        if not rows:
+            return {}
+        if isinstance(rows, Mapping):
+            found: dict[str, tuple[int, ...]] = {}
+            for each, indices in rows.items():
+                found |= dict.fromkeys(named_modules_of(module, [each], option), tuple(indices))
+            return found
+        tables = {name: part for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
+        if not tables:
+            raise NothingToDoError(f"{option}={list(rows)[:3]}: {type(module).__name__} has no embedding")
+        most = max(part.num_embeddings for part in tables.values())
+        largest = [name for name, part in tables.items() if part.num_embeddings == most]
+        if len(largest) > 1:
+            raise PresetError(
+                f"{option}: there are several embeddings of {most} rows ({listed(largest)}); write"
+                f" {option}={{{largest[0]}: {list(rows)[:3]}}}"
+            )
+        return {largest[0].replace(".token_adapter.base_layer", "").replace(".base_layer", ""): tuple(rows)}
+
+    def _kept_types(self, module: nn.Module) -> Any:
+        assert self.config is not None
+        return adapter_parameters(module, self.config.name).values()
+
+    def _log(self, ctx: Run) -> None:
+        assert self.config is not None
+        trained = [p for p in ctx.module.parameters() if p.requires_grad]
+        count, every = sum(p.numel() for p in trained), sum(p.numel() for p in ctx.module.parameters())
+        words = (
+            f"adapters: {self.method} in {len(self.config.layers)} layers trains {count:,} of {every:,} parameters"
+            f" ({format_bytes(sum(p.nbytes for p in trained))})"
+        )
+        if self._left_out:
+            named = ", ".join(f"{name} ({reason})" for name, reason in list(self._left_out.items())[:5])
+            more = f" and {len(self._left_out) - 5} more" if len(self._left_out) > 5 else ""
+            words += f"; without an adapter: {named}{more}"
+        ctx.info(words)
+
+    # --- the fit ---
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to note which buffers change, such as running statistics: checkpoints hold those."""
+        super().on_train_start(trainer, pl_module)
+        self.buffers = Unchanged(dict(pl_module.named_buffers()))
+
+    def checkpoint(self, ctx: Run) -> AdapterCheckpoint:
+        """Return how adapters are saved and loaded."""
+        return AdapterCheckpoint(ctx, self)
+
+    # --- leaving ---
+
+    def _leave(self, ctx: Run, new: bool) -> None:
+        self._inserted = False
+        module, config = ctx.module, self.config
+        assert config is not None
+        if self.after_fit == "keep" and (ctx.is_set_up or not new):
+            return
+        if not ctx.is_set_up and config.method != "pissa":
+            if new:
+                remove_adapters(module)
+            return
+        self.merged = AdapterCheckpoint(ctx, self).own_weights(module.state_dict())
+        ctx.info(merge_summary(merge(module)))
+
+
+def _restore(module: nn.Module, flags: Mapping[str, bool]) -> None:
+    for name, p in base_tensors(module).items():
+        p.requires_grad_(flags.get(name, True))

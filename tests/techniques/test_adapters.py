@@ -1,0 +1,453 @@
+"""Adapters: only the adapters are trained, saved and resumed, as peft itself trains them; the module is as before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError
+from lightning_solo.export.adapter_files import load_adapters, merge_adapters, remove_adapters
+from lightning_solo.nn import adaptation
+from lightning_solo.nn.adaptation import plain_key
+from lightning_solo.nn.quantized import quantize, quantized
+from lightning_solo.techniques.adapters.technique import Adapters
+from lightning_solo.techniques.exact_resume.technique import ExactResume
+from lightning_solo.techniques.quantized_base.technique import QuantizedBase
+from lightning_solo.techniques.safe_checkpoint.technique import SafeCheckpoint
+from tests.messages import mentions
+from tests.models import small_model
+from tests.modules import Classifier, Stack, classification, loader, regression
+
+Make = Callable[..., Any]
+WIDTH = 16
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path."),
+]
+
+
+def module_of(net: nn.Module | None = None, **attributes: Any) -> Any:
+    torch.manual_seed(0)
+    return classification(L, net or Classifier(2, WIDTH), **attributes)
+
+
+def fit(make_trainer: Make, *callbacks: Any, module: Any = None, batches: int = 6, **arguments: Any) -> Any:
+    """Return the module of a fit; its Trainer is its `trainer`."""
+    module = module if module is not None else module_of()
+    options = {name: arguments.pop(name) for name in ("ckpt_path", "weights_only") if name in arguments}
+    trainer = make_trainer(L, callbacks=list(callbacks) or [Adapters(r=4)], **arguments)
+    torch.manual_seed(2)
+    trainer.fit(module, loader(batches, width=WIDTH), **options)
+    return module
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+# --- acted ---
+
+
+def test_only_adapters_change(make_trainer: Make) -> None:
+    module = module_of()
+    before = weights(module)
+    fit(make_trainer, module=module)
+    after = weights(module)
+    assert {plain_key(name) for name in after} > set(before)
+    assert all(torch.equal(after[name], before[plain_key(name)]) for name in after if plain_key(name) in before)
+    factors = [name for name in after if ".lora_B." in name]
+    assert len(factors) == 4
+    assert all(after[name].abs().max() > 0 for name in factors)
+
+
+def test_rows_of_tokens_and_whole_modules_are_trained_with_the_adapters(make_trainer: Make) -> None:
+    module = module_of()
+    before = weights(module)
+    fit(make_trainer, Adapters(r=4, targets=["up"], modules_to_save=["head", "blocks.0.norm"]), module=module)
+    changed = {name for name, p in weights(module).items() if name in before and not torch.equal(p, before[name])}
+    assert changed == {f"net.{name}.{kind}" for name in ("head", "blocks.0.norm") for kind in ("weight", "bias")}
+
+
+# --- parity ---
+
+
+class Language(L.LightningModule):
+    """A small Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = small_model("Llama")
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(**batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=5e-3, weight_decay=0.0)
+
+
+def sentences(count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    ids = [torch.randint(3, 32, (12,), generator=generator) for _ in range(count)]
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+class Randomised(Adapters):
+    """Adapters whose second factors aren't zero."""
+
+    def transform(self, ctx: Any) -> None:
+        super().transform(ctx)
+        randomise(ctx.module)
+
+
+def randomise(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(9)
+    for name, p in module.named_parameters():
+        if ".lora_B." in name:
+            p.data = 0.05 * torch.randn(p.shape, generator=generator)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing")  # peft's model asks transformers for it
+@pytest.mark.parametrize("method", [pytest.param(m, marks=[pytest.mark.long] * (m != "lora")) for m in OPTIONS])
+def test_losses_equal_those_of_peft_to_the_bit(method: str, make_trainer: Make) -> None:
+    import peft
+
+    batches = [{key: value[None] for key, value in each.items()} for each in sentences(6)]
+    ours = Language()
+    trainer = make_trainer(L, callbacks=[Randomised(r=4, alpha=8, method=method)])
+    torch.manual_seed(1)
+    trainer.fit(ours, torch.utils.data.DataLoader(batches, batch_size=None))
+    theirs = Language()
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **OPTIONS[method])
+    model = peft.get_peft_model(theirs.net, config)
+    randomise(model)
+    optimizer = theirs.configure_optimizers()
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs.losses.append(loss.item())
+    assert len(set(ours.losses)) == 6
+    assert ours.losses == theirs.losses
+    expected = [p for _, p in model.named_parameters() if p.requires_grad]
+    trained = list(adaptation.adapter_parameters(ours).values())
+    assert len(trained) == len(expected) > 0
+    assert all(torch.equal(p, q) for p, q in zip(trained, expected, strict=True))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+def test_sixty_losses_equal_those_of_transformers_trainer(make_trainer: Make, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    data = sentences(240)
+    ours = Language()
+    torch.manual_seed(1)
+    trainer = make_trainer(L, callbacks=[Randomised(r=4, alpha=8)], gradient_clip_val=1.0)
+    batches = torch.utils.data.DataLoader(data, batch_size=4)  # type: ignore[arg-type]
+    trainer.fit(ours, batches)
+    theirs = Language()
+    torch.manual_seed(1)
+    model = peft.get_peft_model(theirs.net, peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    randomise(model)
+
+    losses: list[float] = []
+
+    class InOrder(transformers.Trainer):  # type: ignore[misc,name-defined]
+        def _get_train_sampler(self, *args: Any) -> Any:
+            return torch.utils.data.SequentialSampler(data)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            losses.append(loss.item())
+            return loss
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, num_train_epochs=1, max_grad_norm=1.0, use_cpu=True,
+        report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3, weight_decay=0.0)
+    other = InOrder(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None))
+    other.train()
+    assert len(ours.losses) == 60
+    assert ours.losses == losses
+
+
+# --- memory ---
+
+
+class Bytes(L.Callback):
+    """Counts the bytes of gradients after the first backward, and of optimizer states."""
+
+    gradients: dict[str, int]
+    states = 0
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.gradients = {name: p.grad.nbytes for name, p in pl_module.named_parameters() if p.grad is not None}
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        tensors = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
+        self.states = sum(value.nbytes for value in tensors if value.dim())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_gradients_and_states_are_those_of_the_adapters_in_fp32(precision: str, make_trainer: Make) -> None:
+    count = Bytes()
+    module = fit(make_trainer, Adapters(r=4), count, precision=precision)
+    factors = adaptation.adapter_parameters(module)
+    # two factors of rank 4 in each of 4 layers between 16 and 64, in fp32
+    size = 4 * 4 * 4 * (16 + 64)
+    assert count.gradients.keys() == factors.keys()
+    assert sum(count.gradients.values()) == sum(p.nbytes for p in factors.values()) == size
+    assert count.states == 2 * size
+    base = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    assert {p.dtype for name, p in module.named_parameters() if name not in factors} == {base}
+    assert {p.dtype for p in factors.values()} == {torch.float32}
+
+
+def test_inactive_adapter_has_no_gradient_and_no_state(make_trainer: Make) -> None:
+    module, count = fit(make_trainer), Bytes()
+    first = {name: p.clone() for name, p in adaptation.adapter_parameters(module).items()}
+    fit(make_trainer, Adapters(r=2, targets=["up"], adapter_name="second"), count, module=module)
+    assert count.gradients.keys() == adaptation.adapter_parameters(module, "second").keys()
+    assert count.states == 2 * 4 * 2 * 2 * (16 + 64)
+    assert all(torch.equal(p, first[name]) for name, p in adaptation.adapter_parameters(module, "default").items())
+
+
+# --- checkpoints ---
+
+
+def saved(make_trainer: Make, folder: Path, *callbacks: Any, **arguments: Any) -> tuple[Any, Path]:
+    module = fit(make_trainer, *callbacks, **arguments)
+    module.trainer.save_checkpoint(folder / "a.ckpt")
+    return module, folder / "a.ckpt"
+
+
+def test_checkpoint_has_the_adapters_alone_and_a_resumed_run_is_exact(make_trainer: Make, tmp_path: Path) -> None:
+    def run(epochs: int, path: Path | None = None) -> Any:
+        callbacks = [Adapters(r=4), ExactResume(), SafeCheckpoint(signals=False, durable=False)]
+        return fit(make_trainer, *callbacks, max_epochs=epochs, ckpt_path=path, weights_only=path and True)
+
+    half = run(1)
+    path = tmp_path / "a.ckpt"
+    half.trainer.save_checkpoint(path)
+    content = torch.load(path, weights_only=True)
+    assert content["state_dict"].keys() == adaptation.adapter_parameters(half).keys()
+    assert len(content["optimizer_states"][0]["state"]) == len(content["state_dict"])
+    whole, rest = run(2), run(2, path)
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), rest.parameters(), strict=True))
+    assert not torch.equal(whole.net.blocks[0].up.lora_B.default.weight, half.net.blocks[0].up.lora_B.default.weight)
+
+
+class Normed(nn.Module):
+    """A network with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Stack(2, WIDTH).blocks
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("still", torch.ones(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(x)))
+
+
+def test_running_statistics_that_have_changed_are_saved_and_resumed(make_trainer: Make, tmp_path: Path) -> None:
+    def run(epochs: int, path: Path | None = None) -> Any:
+        torch.manual_seed(0)
+        module = regression(L, Normed())
+        return fit(make_trainer, module=module, max_epochs=epochs, ckpt_path=path, weights_only=path and True)
+
+    half = run(1)
+    half.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    keys = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"].keys()
+    kinds = ("running_mean", "running_var", "num_batches_tracked")
+    assert keys - adaptation.adapter_parameters(half).keys() == {f"net.norm.{name}" for name in kinds}
+    whole, rest = run(2), run(2, tmp_path / "a.ckpt")
+    assert all(torch.equal(p, q) for p, q in zip(whole.state_dict().values(), rest.state_dict().values(), strict=True))
+
+
+def test_best_checkpoint_is_tested_in_the_same_module_and_in_a_new_one(make_trainer: Make, tmp_path: Path) -> None:
+    module, path = saved(make_trainer, tmp_path)
+    expected = module.trainer.test(module, loader(2, width=WIDTH), verbose=False)
+    first = expected[0]["test/loss"]
+    module.trainer.fit_loop.max_epochs = 2
+    module.trainer.fit(module, loader(6, width=WIDTH))
+    (later,) = module.trainer.test(module, loader(2, width=WIDTH), verbose=False)
+    assert later["test/loss"] != first
+    for each in (module, module_of()):
+        trainer = make_trainer(L, callbacks=[Adapters(r=4)])
+        (result,) = trainer.test(each, loader(2, width=WIDTH), ckpt_path=path, weights_only=True, verbose=False)
+        assert result["test/loss"] == first
+
+
+def test_adapters_of_a_checkpoint_are_loaded_beside_others(make_trainer: Make, tmp_path: Path) -> None:
+    module, path = saved(make_trainer, tmp_path)
+    x, other = torch.randn(3, WIDTH), module_of()
+    before = other.net(x)
+    load_adapters(other, path)
+    assert torch.equal(other.net(x), module.net(x))
+    with pytest.raises(CheckpointError, match=mentions("default", "name=")):
+        load_adapters(other, path)
+    load_adapters(other, path, name="again")
+    assert adaptation.adapter_names(other) == ["default", "again"]
+    assert torch.equal(other.net(x), module.net(x))
+    remove_adapters(other)
+    assert torch.equal(other.net(x), before)
+
+
+def test_checkpoint_of_another_base_is_refused(make_trainer: Make, tmp_path: Path) -> None:
+    _, path = saved(make_trainer, tmp_path)
+    other = module_of()
+    other.net.blocks[0].up.weight.data += 1
+    keys = list(other.state_dict())
+    with pytest.raises(CheckpointError, match=mentions("net.blocks.0.up.weight", "same base")):
+        fit(make_trainer, module=other, ckpt_path=path, weights_only=True)
+    assert list(other.state_dict()) == keys
+    with pytest.raises(CheckpointError, match=mentions("net.blocks.0.up.weight")):
+        load_adapters(other, path)
+    assert list(other.state_dict()) == keys
+
+
+def test_checkpoint_of_other_settings_or_without_adapters_is_refused(make_trainer: Make, tmp_path: Path) -> None:
+    _, path = saved(make_trainer, tmp_path)
+    with pytest.raises(CheckpointError, match=mentions("alpha=32.0", "callback.adapters")):
+        fit(make_trainer, Adapters(r=4, alpha=8), ckpt_path=path, weights_only=True)
+    trainer = make_trainer(L)
+    trainer.fit(module_of(), loader(2, width=WIDTH))
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(CheckpointError, match=mentions("no adapters", "load_state_dict")):
+        fit(make_trainer, ckpt_path=tmp_path / "plain.ckpt", weights_only=True)
+    with pytest.raises(CheckpointError, match="no adapters"):
+        load_adapters(module_of(), tmp_path / "plain.ckpt")
+
+
+# --- trace ---
+
+
+def test_module_keeps_its_adapters_and_its_flags_are_as_before(make_trainer: Make) -> None:
+    module = module_of()
+    module.net.blocks[1].norm.weight.requires_grad_(False)
+    flags = {name: p.requires_grad for name, p in module.named_parameters()}
+    x, keys, before = torch.randn(3, WIDTH), list(module.state_dict()), module.net(torch.zeros(1, WIDTH))
+    fit(make_trainer, module=module)
+    base = {plain_key(name): p.requires_grad for name, p in module.named_parameters() if plain_key(name) in flags}
+    assert base == flags
+    adapted = module.net(x)
+    assert not hasattr(module, "peft_config")
+    difference = merge_adapters(copy.deepcopy(module))
+    assert 0 < difference < 1e-5
+    remove_adapters(module)
+    assert list(module.state_dict()) == keys
+    assert torch.equal(module.net(torch.zeros(1, WIDTH)), before)
+    assert not torch.equal(module.net(x), adapted)
+
+
+def test_second_fit_continues_with_the_same_adapter(make_trainer: Make) -> None:
+    module = fit(make_trainer)
+    first = module.net.blocks[0].up.lora_B.default.weight.detach().clone()
+    layer = module.net.blocks[0].up
+    fit(make_trainer, module=module)
+    assert module.net.blocks[0].up is layer
+    assert not torch.equal(layer.lora_B.default.weight, first)
+    with pytest.raises(ConflictError, match=mentions("r=4", "callback.adapters.adapter_name", "merge_adapters")):
+        fit(make_trainer, Adapters(r=8), module=module)
+
+
+def test_failed_set_up_leaves_no_adapter(make_trainer: Make) -> None:
+    module = module_of()
+    keys = list(module.state_dict())
+    module.configure_optimizers = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        fit(make_trainer, module=module)
+    assert list(module.state_dict()) == keys
+    assert all(p.requires_grad for p in module.parameters())
+
+
+def test_merged_at_the_end_on_request(make_trainer: Make, tmp_path: Path) -> None:
+    kept = fit(make_trainer)
+    merged, path = saved(make_trainer, tmp_path, Adapters(r=4, after_fit="merge"))
+    x = torch.randn(5, WIDTH)
+    assert list(merged.state_dict()) == list(module_of().state_dict())
+    assert torch.allclose(merged.net(x), kept.net(x), atol=1e-4)
+    assert torch.load(path, weights_only=True)["state_dict"].keys() == adaptation.adapter_parameters(kept).keys()
+
+
+# --- refused ---
+
+
+def test_settings_that_contradict_each_other() -> None:
+    for wrong in ({"alpha": 0}, {"dropout": 1.0}, {"targets": ["all-linear", "up"]}, {"adapter_name": "a.b"}):
+        with pytest.raises(PresetError, match=next(iter(wrong))):
+            Adapters(**wrong)
+    with pytest.raises(PresetError, match="ia3"):
+        Adapters(method="ia3", trainable_token_indices=[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "named", "error"),
+    [
+        ({"targets": ["q_proj"]}, ["q_proj", "up", "down"], NothingToDoError),
+        ({"modules_to_save": ["haed"]}, ["haed", "net.head"], NothingToDoError),
+        ({"modules_to_save": ["blocks"]}, ["net.blocks", "net.blocks.0.up"], ConflictError),
+        ({"modules_to_save": ["drop"]}, ["net.blocks.0.drop", "no weights"], ConflictError),
+        ({"trainable_token_indices": [3]}, ["no embedding"], NothingToDoError),
+        ({"method": "pissa", "r": 40}, ["r=40", "net.blocks.0.up"], PresetError),
+    ],
+)
+def test_bad_settings_are_named(make_trainer: Make, options: Any, named: list[str], error: Any) -> None:
+    module = module_of()
+    keys = list(module.state_dict())
+    with pytest.raises(error, match=mentions(*named)):
+        fit(make_trainer, Adapters(**options), module=module)
+    assert list(module.state_dict()) == keys
+
+
+def test_module_trained_whole_in_4_bits_is_refused(make_trainer: Make) -> None:
+    module, up = module_of(), Adapters(r=4, targets=["up"], modules_to_save=["blocks.0.down"])
+    with pytest.raises(ConflictError, match=mentions("net.blocks.0.down", "trained", "quantized_base.layers")):
+        fit(make_trainer, up, QuantizedBase(layers=["*down"]), module=module)
+    module = module_of().requires_grad_(False)
+    quantize(module.net.blocks[0].down, {"weight": quantized(module.net.blocks[0].down.weight)})
+    with pytest.raises(ConflictError, match=mentions("net.blocks.0.down", "4 or 8 bits")):
+        fit(make_trainer, up, module=module)
+    x = torch.randn(3, WIDTH)
+    fit(make_trainer, Adapters(r=4), module=module)
+    adapted = module.net(x)
+    with pytest.raises(ConflictError, match=mentions("net.blocks.0.down", "4 or 8 bits")):
+        merge_adapters(module)
+    assert torch.equal(module.net(x), adapted)
+
+
+def test_adapters_over_a_base_in_4_bits(make_trainer: Make) -> None:
+    module, technique = module_of(), QuantizedBase()
+    counted: list[int] = []
+
+    class Count(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            counted.append(len(technique.weights))
+
+    fit(make_trainer, Adapters(r=4), technique, Count(), module=module)
+    assert set(counted) == {4}
+    assert all(p.abs().max() > 0 for name, p in adaptation.adapter_parameters(module).items() if "lora_B" in name)
