@@ -61,6 +61,7 @@ ELSEWHERE = {
     "sweeps/test_optuna_space.py": "sweeps/search sweeps/search_settings sweeps/search_space sweeps/study",
     "sweeps/test_server.py": "sweeps/files sweeps/forking",
     "techniques/test_adapters.py": "export/adapter_files",
+    "techniques/test_layer_freezing.py": "nn/freezing",
     "techniques/test_quantized_base.py": "nn/quantizable",
     "techniques/test_activation_checkpointing.py": "cards/blocks nn/recomputation",
     "techniques/test_activation_checkpointing_budget.py": "cards/budget",

@@ -326,6 +326,8 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "techniques/adapters/checkpoints.py": 1,
         "techniques/adapters/technique.py": 3,
         "techniques/gradient_release/technique.py": 1,
+        "techniques/layer_freezing/card.py": 2,
+        "techniques/layer_freezing/technique.py": 2,
         "techniques/micro_batching/gradient_caching.py": 4,
         "techniques/prefetch/technique.py": 1,
         "techniques/quantized_base/card.py": 2,

@@ -31,6 +31,12 @@ WITHOUT_REFERENCE = (
     {"curriculum", "adapters"},
     {"length_bucketing", "adapters"},
     {"packing", "adapters"},
+    {"curriculum", "layer_freezing"},
+    {"length_bucketing", "layer_freezing"},
+    {"packing", "layer_freezing"},
+    {"layer_drop", "layer_freezing"},
+    {"accumulation_schedule", "layer_freezing"},  # whose milestones are of other batches
+    {"quantized_base", "layer_freezing"},
     {"quantized_base", "adapters"},  # these round what is frozen, which is more beside adapters
     {"zero_offload", "adapters"},
 )

@@ -1,0 +1,118 @@
+"""Freeze a module's parts by depth or by name, and give each depth its learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from lightning_solo.errors import NothingToDoError, listed, nearest
+
+RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr")
+"""Options of an optimizer's group that are learning rates, its own and those that schedulers put there."""
+LISTS = ("base_lrs", "_last_lr", "max_lrs")
+"""Lists of learning rates that schedulers hold, one for each group."""
+OTHER_LISTS = ("lr_lambdas", "min_lrs", "base_momentums", "max_momentums")
+"""Other lists of schedulers with an entry for each group."""
+
+
+class Depths:
+    """The depth of each part of a module: 0 and up for its blocks in order.
+
+    What comes before the first block has depth -1, what comes after the last one ``count``, and what stands between two
+    blocks the depth of the former. A parameter of several parts has the smallest of their depths.
+
+    Args:
+        module: with the blocks.
+        blocks: qualified name -> block, in module order.
+
+    Attributes:
+        count: number of blocks.
+        parameters: qualified name of each parameter -> depth.
+        norms: qualified name of each normalisation with running statistics -> depth.
+    """
+
+    def __init__(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        self.count = len(blocks)
+        numbers = {id(block): number for number, block in enumerate(blocks.values())}
+        inside = {id(part): numbers[id(block)] for block in blocks.values() for part in block.modules()}
+        depth, of_tensor = -1, dict[int, int]()
+        names: dict[int, str] = {}
+        self.norms: dict[str, int] = {}
+        for name, part in module.named_modules():
+            # lists of blocks and other parents come before their blocks, with parameters of their own as well
+            depth = inside.get(id(part), self.count if depth == self.count - 1 and numbers else depth)
+            if isinstance(part, _NormBase) and part.running_mean is not None:
+                self.norms[name] = depth
+            for own, p in part._parameters.items():
+                if p is not None:
+                    names.setdefault(id(p), f"{name}.{own}" if name else own)
+                    of_tensor[id(p)] = min(depth, of_tensor.get(id(p), depth))
+        self.parameters = {name: of_tensor[key] for key, name in names.items()}
+
+    def trained(self, blocks: int) -> Callable[[int], bool]:
+        """Return whether a depth is trained if the last ``blocks`` blocks are; with all blocks everything is."""
+        return lambda depth: blocks >= self.count or depth >= self.count - blocks
+
+
+def matching(names: Iterable[str], patterns: Sequence[str], option: str) -> set[str]:
+    """Return the names of parameters that a pattern matches, or of which it matches a part that they belong to.
+
+    Raises:
+        NothingToDoError: a pattern matches nothing; the message lists the parts.
+    """
+    names = list(names)
+    matches: set[str] = set()
+    for pattern in patterns:
+        hits = {name for name in names if any(_matches(each, pattern) for each in _parents(name))}
+        if not hits:
+            parts = dict.fromkeys(part for name in names for part in name.split(".")[:-1] if not part.isdigit())
+            raise NothingToDoError(
+                f"{option}={pattern!r} matches no parameter{nearest(pattern, parts)}there are {listed(parts, 12)}"
+            )
+        matches |= hits
+    return matches
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
+
+
+def split_groups(optimizer: Optimizer, schedulers: Sequence[Any], factor: Callable[[Tensor], float]) -> None:
+    """Split an optimizer's groups so that each parameter's learning rate is multiplied by its factor.
+
+    Schedulers of the optimizer, also those inside others, get the new groups.
+    """
+    groups: list[dict[str, Any]] = []
+    origins: list[tuple[int, float]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        by_factor: dict[float, list[Tensor]] = {}
+        for p in group["params"]:
+            by_factor.setdefault(factor(p), []).append(p)
+        for each, parameters in by_factor.items():
+            rates = {key: group[key] * each for key in RATES if key in group}
+            groups.append({**group, **rates, "params": parameters})
+            origins.append((number, each))
+    count = len(optimizer.param_groups)
+    optimizer.param_groups[:] = groups
+    for scheduler in _every(schedulers):
+        if getattr(scheduler, "optimizer", None) is optimizer:
+            for name in (*LISTS, *OTHER_LISTS):
+                values, scales = vars(scheduler).get(name), name in LISTS
+                if isinstance(values, list) and len(values) == count:
+                    setattr(scheduler, name, [values[old] * each if scales else values[old] for old, each in origins])
+
+
+def _every(schedulers: Iterable[Any]) -> Iterable[Any]:
+    for scheduler in schedulers:
+        yield scheduler
+        yield from _every(getattr(scheduler, "_schedulers", ()))

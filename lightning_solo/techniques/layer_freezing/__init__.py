@@ -1,0 +1,1 @@
+"""Layer freezing: parts of the module are not trained, or only later."""
