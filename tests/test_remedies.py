@@ -324,7 +324,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "techniques/accumulation_schedule/technique.py": 3,
         "techniques/adapters/card.py": 3,
         "techniques/adapters/checkpoints.py": 1,
-        "techniques/adapters/technique.py": 3,
+        "techniques/adapters/technique.py": 4,
         "techniques/gradient_release/technique.py": 1,
         "techniques/layer_freezing/card.py": 2,
         "techniques/layer_freezing/technique.py": 2,

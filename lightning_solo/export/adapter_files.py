@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -9,8 +10,10 @@ from torch import nn
 
 from lightning_solo.errors import CheckpointError
 from lightning_solo.export.sources import checkpoint_of, read
+from lightning_solo.export.weights import export_weights
 from lightning_solo.nn import adaptation
 from lightning_solo.nn.adaptation import AdapterConfig, base_samples, insert, load_adapter_weights, refuse_other_base
+from lightning_solo.optim import checkpoint_masters
 
 RECORD = "adapter"
 """The key of a checkpoint that holds an adapter's configuration and its base."""
@@ -71,6 +74,9 @@ def load_adapters(module: nn.Module, path: str | Path, name: str | None = None) 
         raise CheckpointError(f"{source} has no adapters; load its weights by module.load_state_dict")
     config = AdapterConfig.from_record(checkpoint[RECORD]["config"])
     weights = checkpoint["state_dict"]
+    if checkpoint_masters.RECORD in checkpoint:  # weights that are split into bf16 and corrections
+        with suppress(CheckpointError):  # of weights that are rounded, without corrections
+            weights = export_weights(source)
     if name is not None and name != config.name:
         old, config = config.name, config.renamed(name)
         weights = {adaptation.renamed_key(key, old, name): value for key, value in weights.items()}

@@ -29,6 +29,8 @@ WITHOUT_REFERENCE = (
     {"packing", "accumulation_schedule"},
     {"curriculum", "layer_drop"},
     {"curriculum", "adapters"},
+    {"layer_drop", "adapters"},
+    {"accumulation_schedule", "adapters"},
     {"length_bucketing", "adapters"},
     {"packing", "adapters"},
     {"curriculum", "layer_freezing"},

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError
 from lightning_solo.export.adapter_files import load_adapters, merge_adapters, remove_adapters
+from lightning_solo.export.weights import export_weights
 from lightning_solo.nn import adaptation
 from lightning_solo.nn.adaptation import plain_key
 from lightning_solo.nn.quantized import quantize, quantized
 from lightning_solo.techniques.adapters.technique import Adapters
+from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.exact_resume.technique import ExactResume
 from lightning_solo.techniques.quantized_base.technique import QuantizedBase
 from lightning_solo.techniques.safe_checkpoint.technique import SafeCheckpoint
@@ -193,6 +195,27 @@ def test_sixty_losses_equal_those_of_transformers_trainer(make_trainer: Make, tm
     assert ours.losses == losses
 
 
+class ReadsWeights(nn.Module):
+    """A network of which one layer is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = Stack(2, WIDTH).blocks
+        self.read = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(nn.functional.linear(x, self.read.weight)))
+
+
+def test_layer_that_is_never_called_is_named(make_trainer: Make) -> None:
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match=mentions("net.read", "6 batches", "callback.adapters.targets")) as record:
+        fit(make_trainer, Adapters(r=4, targets=["up", "read"]), module=regression(L, ReadsWeights()))
+    (message,) = [str(each.message) for each in record if "adapters" in str(each.message)]
+    assert "up" not in message
+
+
 # --- memory ---
 
 
@@ -210,6 +233,7 @@ class Bytes(L.Callback):
         self.states = sum(value.nbytes for value in tensors if value.dim())
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_gradients_and_states_are_those_of_the_adapters_in_fp32(precision: str, make_trainer: Make) -> None:
     count = Bytes()
@@ -315,6 +339,25 @@ def test_adapters_of_a_checkpoint_are_loaded_beside_others(make_trainer: Make, t
     assert torch.equal(other.net(x), module.net(x))
     remove_adapters(other)
     assert torch.equal(other.net(x), before)
+
+
+def test_master_weights_of_compact_states_are_loaded_and_resumed(make_trainer: Make, tmp_path: Path) -> None:
+    def run(epochs: int, path: Path | None = None) -> Any:
+        callbacks = [Adapters(r=4), CompactStates()]
+        options: dict[str, Any] = {"max_epochs": epochs, "ckpt_path": path, "weights_only": path and True}
+        return fit(make_trainer, *callbacks, precision="bf16-true", **options)
+
+    half = run(1)
+    half.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    masters = export_weights(half)
+    other = module_of()
+    load_adapters(other, tmp_path / "a.ckpt")
+    loaded = adaptation.adapter_parameters(other)
+    assert {p.dtype for p in loaded.values()} == {torch.float32}
+    assert all(torch.equal(p, masters[name]) for name, p in loaded.items())
+    assert any(not torch.equal(p, p.bfloat16().float()) for p in loaded.values())
+    whole, rest = run(2), run(2, tmp_path / "a.ckpt")
+    assert all(torch.equal(p, q) for p, q in zip(whole.parameters(), rest.parameters(), strict=True))
 
 
 def test_checkpoint_of_another_base_is_refused(make_trainer: Make, tmp_path: Path) -> None:

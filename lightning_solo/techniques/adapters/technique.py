@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed
 from lightning_solo.nn.adaptation import (
@@ -34,6 +36,8 @@ from lightning_solo.techniques.adapters.checkpoints import AdapterCheckpoint
 from lightning_solo.units import format_bytes
 
 OPTION = "callback.adapters"
+WATCHED = 50
+"""Batches after which adapters without a gradient are named."""
 
 
 class Adapters(Technique, Settings):
@@ -57,6 +61,8 @@ class Adapters(Technique, Settings):
         self.merged: dict[str, Any] | None = None
         self._left_out: dict[str, str] = {}
         self._inserted = False
+        self._unreached: dict[str, Any] = {}
+        self._batches = 0
 
     # --- joining ---
 
@@ -182,6 +188,43 @@ class Adapters(Technique, Settings):
         """Begin to note which buffers change, such as running statistics: checkpoints hold those."""
         super().on_train_start(trainer, pl_module)
         self.buffers = Unchanged(dict(pl_module.named_buffers()))
+
+        self._unreached = {}
+        self._batches = 0
+        if self.ctx is None or self.config is None:
+            return
+        for name, p in adapter_parameters(pl_module, self.config.name).items():
+            self._unreached[name] = p.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(self._reached, name)
+            )
+            self.ctx.undo.callback(self._unreached[name].remove)
+
+    def _reached(self, name: str, p: Tensor) -> None:
+        self._unreached.pop(name).remove()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Warn once of adapters that never had a gradient."""
+        super().on_train_batch_end(trainer, pl_module, *args)
+        self._batches += 1
+        if self._batches == WATCHED:
+            self._warn()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Warn at the end of a shorter run."""
+        super().on_train_end(trainer, pl_module)
+        if self._batches < WATCHED:
+            self._warn()
+
+    def _warn(self) -> None:
+        layers = dict.fromkeys(
+            name.rpartition(f".{self.adapter_name}")[0].rpartition(".")[0] for name in self._unreached
+        )
+        if layers:
+            warnings.warn(
+                f"adapters: {listed(layers)} had no gradient in {self._batches} batches: the module doesn't call these"
+                f" layers, or reads their weights itself; write {OPTION}.targets without them",
+                stacklevel=2,
+            )
 
     def checkpoint(self, ctx: Run) -> AdapterCheckpoint:
         """Return how adapters are saved and loaded."""
