@@ -79,8 +79,8 @@ def targets_of(module: nn.Module, targets: str | Sequence[str], method: str) -> 
                 f" would never run; write the attention module itself: {OPTION}.targets=[{attention.split('.')[-1]}]"
             )
         del chosen[name]
-    for name, part in chosen.items():
-        if (reason := _unfit(part, weights)) is not None:
+    for name in chosen:
+        if (reason := _unfit(name, modules, weights)) is not None:
             raise ConflictError(
                 f"{OPTION}.targets matches {name}, {reason}; write patterns that leave it out, as targets={ALL_LINEAR}"
                 f" does, or name it in {OPTION}.modules_to_save, which trains the whole layer"
@@ -94,31 +94,26 @@ def targets_of(module: nn.Module, targets: str | Sequence[str], method: str) -> 
 
 
 def _all_linear(module: nn.Module, modules: dict[str, nn.Module], method: str) -> Targets:
-    owner, weights, heads, found = (
-        _attention_of(modules),
-        owners_of_weights(modules),
-        _heads(module, modules),
-        Targets(),
-    )
+    owner, weights, heads = _attention_of(modules), owners_of_weights(modules), _heads(module, modules)
     is_all_frozen = _is_frozen(module)  # so the base was frozen by hand; else what is frozen may be a teacher
     with_attention = "MultiheadAttention" in KINDS[method]
+    found = Targets()
     for name, part in modules.items():
+        if _has_experts(part):
+            found.left_out[name] = "experts, weights of three dimensions"
         if _kind(part) not in (*LINEAR, "MultiheadAttention") or (name in owner and with_attention):
             continue
+        reason = heads.get(id(part)) or _unfit(name, modules, weights)
         if name in owner or (_kind(part) == "MultiheadAttention" and not with_attention):
             reason = f"of an attention module of torch, which method={method} can't adapt"
         elif isinstance(part, nn.MultiheadAttention) and not part._qkv_same_embed_dim:
             reason = "an attention module with keys or values of another width"
-        elif id(part) in heads:
-            reason = "output head"
         elif _is_frozen(part) and not is_all_frozen:
             reason = "frozen"
-        elif (unfit := _unfit(part, weights)) is not None:
-            reason = unfit
-        else:
+        if reason is None:
             found.layers[name] = part
-            continue
-        found.left_out[name] = reason
+        else:
+            found.left_out[name] = reason
     if not found.layers:
         reasons = ", ".join(f"{name} ({reason})" for name, reason in list(found.left_out.items())[:8])
         raise NothingToDoError(
@@ -219,8 +214,17 @@ def _attention_of(modules: dict[str, nn.Module]) -> dict[str, str]:
     }
 
 
-def _unfit(part: nn.Module, weights: dict[int, list[str]]) -> str | None:
-    """Return why a layer can't have an adapter that is merged rightly; None if it can."""
+def _has_experts(part: nn.Module) -> bool:
+    own = [p for p in part._parameters.values() if p is not None]
+    return not type(part).__module__.startswith("torch.") and any(p.ndim == 3 and p.shape[0] > 1 for p in own)
+
+
+def _unfit(name: str, modules: dict[str, nn.Module], weights: dict[int, list[str]]) -> str | None:
+    """Return why a layer can't have an adapter that acts and is merged rightly; None if it can."""
+    part, (above, _, own) = modules[name], name.rpartition(".")
+    mixer = type(modules.get(above, part)).__name__
+    if "Mamba" in mixer and own in ("out_proj", "conv1d"):
+        return f"whose weight the fused kernel of {mixer} reads without calling it"
     weight = part._parameters.get("in_proj_weight" if isinstance(part, nn.MultiheadAttention) else "weight")
     if (weight is None and "quantized_weights" not in part._modules) or is_parametrized(part):
         return "whose weight is computed from others"
@@ -235,20 +239,21 @@ def _is_frozen(part: nn.Module) -> bool:
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
-def _heads(module: nn.Module, modules: dict[str, nn.Module]) -> set[int]:
-    """Return the ids of the layers that make a module's outputs.
+def _heads(module: nn.Module, modules: dict[str, nn.Module]) -> dict[int, str]:
+    """Return id -> reason for the layers that make a module's outputs.
 
     They are those that Hugging Face's ``get_output_embeddings`` returns in any part of the module; if there are none,
     the linear layers after the last repeated block; in a module without such blocks its last linear layer.
     """
-    heads: set[int] = set()
+    heads: dict[int, str] = {}
     for part in modules.values():
         if callable(method := getattr(part, "get_output_embeddings", None)):
             try:
                 head = method()
             except (NotImplementedError, AttributeError):
                 continue
-            heads |= {id(plain(head))} if isinstance(head, nn.Module) else set()
+            if isinstance(head, nn.Module):
+                heads[id(plain(head))] = "output head"
     if heads:
         return heads
     linear = {name: part for name, part in modules.items() if _kind(part) in LINEAR}
@@ -257,7 +262,8 @@ def _heads(module: nn.Module, modules: dict[str, nn.Module]) -> set[int]:
     try:
         blocks = repeated_blocks(module)
     except NothingToDoError:
-        return {id(part) for part in list(linear.values())[-1:]} if len(linear) > 1 else set()
+        return {id(part): "the last layer, an output head" for part in list(linear.values())[-1:] if len(linear) > 1}
     order, inside = list(modules), {id(part) for block in blocks.values() for part in map(plain, block.modules())}
     last = max(order.index(name) for name, part in modules.items() if id(part) in inside)
-    return {id(part) for name, part in linear.items() if order.index(name) > last}
+    after = [part for name, part in linear.items() if order.index(name) > last]
+    return {id(part): "after the last block, as an output head" for part in after}

@@ -15,6 +15,7 @@ from lightning_solo.nn import adaptation
 from lightning_solo.nn.adaptation import AdapterConfig
 from lightning_solo.nn.adapter_targets import KINDS, feed_forward_outputs, targets_of
 from tests.messages import mentions
+from tests.models import small_model
 from tests.modules import Classifier, Stack
 
 WIDTH = 16
@@ -140,6 +141,31 @@ def test_computed_weight_is_refused_and_left_out() -> None:
     assert "blocks.0.up" in targets_of(module, "all-linear", "lora").left_out
 
 
+KINDS_OF_MODELS: list[tuple[str, str, set[str]]] = [
+    ("Llama", "ForCausalLM", {"lm_head"}),
+    ("GPT2", "", {"lm_head"}),
+    ("T5", "ForConditionalGeneration", {"lm_head"}),
+    ("Bert", "ForSequenceClassification", {"classifier", "bert.pooler.dense"}),
+    ("Mixtral", "ForCausalLM", {"lm_head", *(f"model.layers.{i}.mlp.experts" for i in range(3))}),
+    ("Mamba", "ForCausalLM", {"lm_head", *(f"backbone.layers.{i}.mixer.out_proj" for i in range(3))}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "left_out"),
+    [pytest.param(*row, marks=[pytest.mark.long] * (row[0] not in ("Llama", "Mixtral"))) for row in KINDS_OF_MODELS],
+)
+def test_layers_of_transformers_models(kind: str, task: str, left_out: set[str]) -> None:
+    model = small_model(kind, task)
+    targets = targets_of(model, "all-linear", "lora")
+    assert set(targets.left_out) == left_out
+    linear = {name for name, part in model.named_modules() if type(part).__name__ in ("Linear", "Conv1D")}
+    assert targets.layers.keys() == linear - left_out
+    if kind == "Mamba":
+        with pytest.raises(ConflictError, match=mentions("out_proj", "MambaMixer")):
+            targets_of(model, ["out_proj"], "lora")
+
+
 def test_convolution_of_which_peft_drops_an_option_is_refused() -> None:
     for options in ({"dilation": 2}, {"padding": 1, "padding_mode": "reflect"}):
         with pytest.raises(ConflictError, match="dilation or padding"):
@@ -251,14 +277,19 @@ def test_attention_has_the_gradients_of_its_outputs() -> None:
         assert p.grad[0, 0].item() == pytest.approx((expected[0] - expected[1]).item() / (2 * step), rel=1e-3, abs=1e-6)
 
 
-def test_merging_in_bf16_rounds_once() -> None:
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_merging_in_bf16_rounds_once(method: str) -> None:
     module = made(lambda: Classifier(2, WIDTH)).to(torch.bfloat16)
-    weight = module.blocks[0].up.weight.float()
-    put_in(module)
-    assert {p.dtype for p in adaptation.adapter_parameters(module).values()} == {torch.float32}
-    delta = module.blocks[0].up.get_delta_weight("default").detach()
+    whole = copy.deepcopy(module).float()
+    for each in (module, whole):
+        put_in(each, method=method)
+    factors = adaptation.adapter_parameters(module), adaptation.adapter_parameters(whole)
+    assert {p.dtype for p in factors[0].values()} == {torch.float32}
+    for name, p in factors[0].items():
+        factors[1][name].data = p.data.clone()
     assert max(adaptation.merge(module).values()) < 1e-2
-    assert torch.equal(module.blocks[0].up.weight, (weight + delta).to(torch.bfloat16))
+    adaptation.merge(whole)
+    assert torch.equal(module.blocks[0].up.weight, whole.blocks[0].up.weight.to(torch.bfloat16))
 
 
 def test_damaged_adapter_is_refused_before_a_weight_changes() -> None:
