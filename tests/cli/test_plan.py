@@ -348,7 +348,7 @@ BAD = {
     "--device=rtx-4090 --budget=64GiB": ["--budget 64GiB:", "NVIDIA GeForce RTX 4090", "23.52 GiB"],
     "--micro-batch=0": ["--micro-batch 0:", "at least 1"],
     "--micro-batch=two": ["--micro-batch two:", "integer"],
-    "--presets=bf61": ["--presets bf61:", nearest("bf16"), "accumulation, baseline"],
+    "--presets=bf61": ["--presets bf61:", nearest("bf16"), "accumulation, adapters, baseline"],
     "--presets=": ["--presets :", "''"],
     "--presets=auto": ["--presets auto:"],
     "--host-memory=64": ["--host-memory='64':", "16GiB"],

@@ -73,12 +73,13 @@ class Adapters(Technique, Settings):
             join(self, trainer)
 
     def transform(self, ctx: Run) -> None:
-        """Put the adapters in, unless a checkpoint or an earlier fit has; freeze everything else.
+        """Put the adapters in, unless a checkpoint or an earlier fit has; freeze everything else. Keep them in fp32.
 
         Raises:
             NothingToDoError: a name or pattern matches nothing.
             ConflictError: a pattern matches a layer that can't have an adapter; or the module has other adapters.
         """
+        ctx.undo.enter_context(patches.conversion_around(ctx.strategy.precision_plugin, self._kept_types))
         if not ctx.training:
             return
         self.enter(ctx)
@@ -86,7 +87,6 @@ class Adapters(Technique, Settings):
         flags = {name: p.requires_grad for name, p in base_tensors(ctx.module).items()}
         freeze(ctx.module, self.config)
         ctx.undo.callback(_restore, ctx.module, flags)
-        ctx.undo.enter_context(patches.conversion_around(ctx.strategy.precision_plugin, self._kept_types))
         self._log(ctx)
 
     def enter(self, ctx: Run) -> None:
@@ -165,8 +165,7 @@ class Adapters(Technique, Settings):
         return {largest[0].replace(".token_adapter.base_layer", "").replace(".base_layer", ""): tuple(rows)}
 
     def _kept_types(self, module: nn.Module) -> Any:
-        assert self.config is not None
-        return adapter_parameters(module, self.config.name).values()
+        return adapter_parameters(module).values()
 
     def _log(self, ctx: Run) -> None:
         assert self.config is not None
