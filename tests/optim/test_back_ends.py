@@ -335,7 +335,7 @@ def test_flashoptim_takes_what_it_is_given() -> None:
         assert accepted["master_weight_bits"].default == 24
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(needs="kernels")
 @pytest.mark.parametrize("back_end", ["flashoptim", "bitsandbytes_paged_8bit"])
 def test_on_a_gpu(back_end: str) -> None:
     pytest.importorskip(BACK_ENDS[back_end].package)

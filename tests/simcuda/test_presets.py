@@ -90,8 +90,10 @@ def test_trains_validates_and_frees_the_device(preset: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("preset", PLAIN)
 def test_a_resumed_run_is_the_undisturbed_one(preset: str, tmp_path: Path) -> None:
     undisturbed, first, second = module(), module(), module()
+    torch.manual_seed(1)  # adapters start at random
     trainer(preset, tmp_path, max_epochs=2).fit(undisturbed, batches(preset))
     begun = trainer(preset, tmp_path, max_epochs=1)
+    torch.manual_seed(1)
     begun.fit(first, batches(preset))
     begun.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
     again = trainer(preset, tmp_path, max_epochs=2)
@@ -113,7 +115,8 @@ def test_a_fit_that_fails_leaves_a_module_that_trains(preset: str, tmp_path: Pat
     broken.training_step = fail
     with pytest.raises(ArithmeticError, match="mine"):
         trainer(preset, tmp_path, max_epochs=1).fit(broken, batches(preset))
-    assert list(broken.state_dict()) == list(plain.state_dict())
+    own = [name.replace(".base_layer.", ".") for name in broken.state_dict() if ".lora_" not in name]  # adapters stay
+    assert own == list(plain.state_dict())
     broken.training_step = stock
     trainer(preset, tmp_path, max_epochs=1).fit(broken, batches(preset))
     assert all(torch.isfinite(p).all() for p in weights(broken))
