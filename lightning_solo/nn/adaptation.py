@@ -562,11 +562,10 @@ def load_adapter_weights(
     """
     own = module.state_dict()
     buffers = {name for name, _ in module.named_buffers()}
-    missing = [key for key in trained_keys(module, config, own) if key not in weights]
+    trained = set(trained_keys(module, config, own))
+    missing = [key for key in own if key in trained and key not in weights]
     unknown = [key for key in weights if key not in own]
-    frozen = [
-        key for key in weights if key in own and key not in buffers and key not in trained_keys(module, config, own)
-    ]
+    frozen = [key for key in weights if key in own and key not in buffers and key not in trained]
     for keys, what in ((missing, "lacks"), (unknown, "has unknown"), (frozen, "has the frozen")):
         if keys:
             raise CheckpointError(

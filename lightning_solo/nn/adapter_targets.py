@@ -263,7 +263,8 @@ def _heads(module: nn.Module, modules: dict[str, nn.Module]) -> dict[int, str]:
         blocks = repeated_blocks(module)
     except NothingToDoError:
         return {id(part): "the last layer, an output head" for part in list(linear.values())[-1:] if len(linear) > 1}
-    order, inside = list(modules), {id(part) for block in blocks.values() for part in map(plain, block.modules())}
-    last = max(order.index(name) for name, part in modules.items() if id(part) in inside)
-    after = [part for name, part in linear.items() if order.index(name) > last]
+    order = {name: number for number, name in enumerate(modules)}
+    inside = {id(part) for block in blocks.values() for part in map(plain, block.modules())}
+    last = max(order[name] for name, part in modules.items() if id(part) in inside)
+    after = [part for name, part in linear.items() if order[name] > last]
     return {id(part): "after the last block, as an output head" for part in after}

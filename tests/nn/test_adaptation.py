@@ -14,6 +14,7 @@ from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoErr
 from lightning_solo.nn import adaptation
 from lightning_solo.nn.adaptation import AdapterConfig
 from lightning_solo.nn.adapter_targets import KINDS, feed_forward_outputs, targets_of
+from lightning_solo.nn.quantized import quantize, quantized
 from tests.messages import mentions
 from tests.models import small_model
 from tests.modules import Classifier, Stack
@@ -381,6 +382,9 @@ def test_other_base_is_refused_by_the_name_of_its_weight() -> None:
     saved = adaptation.base_samples(module, chosen)
     rounded = copy.deepcopy(module).to(torch.bfloat16)
     adaptation.refuse_other_base(adaptation.base_samples(rounded, chosen), saved)
+    small = copy.deepcopy(module).requires_grad_(False)
+    quantize(small.blocks[0].up, {"weight": quantized(small.blocks[0].up.weight, "int8")})
+    adaptation.refuse_other_base(adaptation.base_samples(small, chosen), saved)
     put_in(module)
     adaptation.refuse_other_base(adaptation.base_samples(module, chosen), saved)
     adaptation.plain(module.blocks[1].down).weight.data += 1
