@@ -133,14 +133,11 @@ def conversion_around(precision: Any, kept: Callable[[Any], Iterable[Any]]) -> I
     stock = precision.convert_module
 
     def convert_module(module: Any) -> Any:
-        values = {p: p.data for p in kept(module)}
-        for p, value in values.items():
-            p.data = value.new_empty(0)
-        try:
-            return stock(module)
-        finally:
-            for p, value in values.items():
-                p.data = value.to(p.device)
+        values = [p.data for p in kept(module)]
+        converted = stock(module)
+        for p, value in zip(kept(module), values, strict=True):  # of tensors without data it makes new parameters
+            p.data = value.to(p.device)
+        return converted
 
     with replaced(precision, "convert_module", convert_module):
         yield

@@ -18,14 +18,18 @@ from lightning_solo.export.weights import export_weights
 from lightning_solo.nn import adaptation
 from lightning_solo.nn.adaptation import plain_key
 from lightning_solo.nn.quantized import quantize, quantized
+from lightning_solo.planner.device import device
+from lightning_solo.planner.planner import Planner
+from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.adapters.technique import Adapters
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.exact_resume.technique import ExactResume
 from lightning_solo.techniques.quantized_base.technique import QuantizedBase
 from lightning_solo.techniques.safe_checkpoint.technique import SafeCheckpoint
+from lightning_solo.units import GiB
 from tests.messages import mentions
 from tests.models import small_model
-from tests.modules import Classifier, Stack, classification, loader, regression
+from tests.modules import Classifier, Held, Stack, classification, loader, regression
 
 Make = Callable[..., Any]
 WIDTH = 16
@@ -247,6 +251,17 @@ def test_gradients_and_states_are_those_of_the_adapters_in_fp32(precision: str, 
     base = torch.bfloat16 if precision == "bf16-true" else torch.float32
     assert {p.dtype for name, p in module.named_parameters() if name not in factors} == {base}
     assert {p.dtype for p in factors.values()} == {torch.float32}
+
+
+def test_planned_bytes_in_bf16_are_those_of_a_real_fit(make_trainer: Make) -> None:
+    held = Held()
+    (batch,) = loader(1, width=WIDTH)
+    batches: Any = torch.utils.data.DataLoader([batch] * 6, batch_size=None)
+    trainer = make_trainer(L, callbacks=[Adapters(r=4), held], precision="bf16-true")
+    trainer.fit(module_of(), batches)
+    preset = compose({"precision": "bf16-true", "callback": {"adapters": {"r": 4}}})
+    plan = Planner(module_of, batch, {}, device("cpu"), 16 * GiB).plan("tried", preset)
+    assert plan.peak_bytes == held.peak_bytes > 0
 
 
 def test_inactive_adapter_has_no_gradient_and_no_state(make_trainer: Make) -> None:
