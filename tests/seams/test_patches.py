@@ -149,6 +149,35 @@ def test_configure_model_builds_in_the_default_dtype(home: ModuleType, make_trai
     assert kinds == [torch.float32, torch.bfloat16]
 
 
+def test_chosen_parameters_keep_their_type_in_the_conversion_to_a_precision(
+    home: ModuleType, make_trainer: Make
+) -> None:
+    precision, module = make_trainer(home, precision="bf16-true").strategy.precision_plugin, regression(home)
+    weight = module.net.head.weight.detach().clone()
+    with patches.conversion_around(precision, lambda module: [module.net.head.weight]):
+        assert precision.convert_module(module) is module
+    types = {name: p.dtype for name, p in module.named_parameters()}
+    assert torch.equal(module.net.head.weight, weight)
+    assert types.pop("net.head.weight") is torch.float32
+    assert set(types.values()) == {torch.bfloat16}
+    assert "convert_module" not in vars(precision)
+
+
+def test_checkpoint_that_is_being_loaded(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
+    loaded: list[Any] = []
+
+    class Loads(home.Callback):  # type: ignore[name-defined,misc]
+        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+            loaded.append(patches.loaded_checkpoint(trainer) is checkpoint)
+
+    trainer = make_trainer(home)
+    trainer.fit(regression(home), loader(2))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    other = make_trainer(home, callbacks=[Loads()], max_epochs=2)
+    other.fit(regression(home), loader(2), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert loaded == [True]
+
+
 def test_no_sampler_is_put_in(home: ModuleType, make_trainer: Make) -> None:
     trainer = make_trainer(home)
     connector = trainer._data_connector
