@@ -33,9 +33,7 @@ class Settings(TechniqueSettings):
     trained_blocks: int | None = setting(
         None, "train the last so many blocks and all after them; null: all that isn't in frozen", at_least=0
     )
-    frozen: Sequence[str] = setting(
-        (), "patterns of names of parts or parameters that are frozen, as [embed, '*.norm']"
-    )
+    frozen: Sequence[str] = setting((), "patterns of names of parts or parameters that are frozen, as [embed, head]")
     milestones: Sequence[Sequence[int]] = setting(
         (), "pairs [first, trained_blocks]: from which epoch or step on so many blocks train", check=_wrong_milestones
     )
