@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from lightning_solo.checkpoint.manifest import latest_checkpoint as latest_checkpoint
     from lightning_solo.export.adapter_files import load_adapters as load_adapters
     from lightning_solo.export.adapter_files import merge_adapters as merge_adapters
-    from lightning_solo.export.adapter_files import remove_adapters as remove_adapters
-    from lightning_solo.export.adapter_files import use_adapter as use_adapter
     from lightning_solo.export.weights import export_weights as export_weights
     from lightning_solo.lightning_cli import SoloCLI as SoloCLI
+    from lightning_solo.nn.adaptation import use_adapter as use_adapter
+    from lightning_solo.nn.adapter_merging import remove_adapters as remove_adapters
     from lightning_solo.nn.quantized_loading import load_quantized as load_quantized
     from lightning_solo.planner.plan import Plan as Plan
     from lightning_solo.planner.preset_plans import plan as plan
@@ -53,9 +53,9 @@ __version__ = "0.2.0"
 _HOME = {
     **dict.fromkeys(("trainer_kwargs", "list_presets", "show"), "lightning_solo.attach"),
     "trainer": "lightning_solo.trainers",
-    **dict.fromkeys(
-        ("load_adapters", "merge_adapters", "remove_adapters", "use_adapter"), "lightning_solo.export.adapter_files"
-    ),
+    **dict.fromkeys(("load_adapters", "merge_adapters"), "lightning_solo.export.adapter_files"),
+    "remove_adapters": "lightning_solo.nn.adapter_merging",
+    "use_adapter": "lightning_solo.nn.adaptation",
     "export_weights": "lightning_solo.export.weights",
     "latest_checkpoint": "lightning_solo.checkpoint.manifest",
     "load_quantized": "lightning_solo.nn.quantized_loading",

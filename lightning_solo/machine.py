@@ -228,7 +228,7 @@ def open_to_others(*variables: str) -> str | None:
 
 
 def others_may_write(folder: Path, variable: str) -> str:
-    """Return in words that a folder isn't private, with the remedy."""
+    """Return the message for a folder that isn't private, with its remedy."""
     return (
         f"{folder} belongs to another user, or others may write into it, and its files are run as machine code; write"
         f" chmod -R go-w '{folder}' if it is yours and you trust its files, else {variable}=<a folder of yours>"
@@ -245,7 +245,7 @@ def private_folder(root: Path, *parts: str) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     if root.stat().st_mode & 0o1002 == 0o002:  # without the sticky bit others may replace what is in it
         raise NotPrivateError(
-            f"all users may write into the folder {root}, which has machine code; write chmod go-w '{root}'"
+            f"all users may write into the folder {root}, which holds machine code; write chmod go-w '{root}'"
         )
     for part in parts:
         root = root / part

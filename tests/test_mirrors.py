@@ -32,7 +32,7 @@ ELSEWHERE = {
     "memory/test_leaks.py": "memory/census memory/holders",
     "memory/test_ledger.py": "memory/events memory/module_names",
     "nn/test_activation_budget.py": "nn/saved_tensors",
-    "nn/test_adaptation.py": "nn/adapted nn/adapter_targets",
+    "nn/test_adaptation.py": "nn/adapted nn/adapter_merging nn/adapter_targets nn/adapter_weights",
     "nn/test_quantized.py": "bitsandbytes_operators",
     "optim/test_back_ends.py": "optim/back_end_facts optim/library_optimizers",
     "optim/test_compact_adamw.py": "optim/adamw_update optim/gradient_checks optim/memory_order optim/param_groups",

@@ -1,4 +1,4 @@
-"""Charts of the documentation show the figures of their files, in words too, and follow them when they change."""
+"""Charts of the documentation show the figures of their files, also in words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Merge a module's adapters after its training, take them out, exchange them, or load them from a checkpoint."""
+"""Merge the adapters of a trained module, or load those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,50 +11,35 @@ from torch import nn
 from lightning_solo.errors import CheckpointError
 from lightning_solo.export.sources import checkpoint_of, read
 from lightning_solo.export.weights import export_weights
-from lightning_solo.nn import adaptation
-from lightning_solo.nn.adaptation import AdapterConfig, base_samples, insert, load_adapter_weights, refuse_other_base
+from lightning_solo.nn import adapter_merging
+from lightning_solo.nn.adaptation import AdapterConfig, adapter_names, insert, renamed_key
+from lightning_solo.nn.adapter_weights import (
+    RECORD,
+    base_samples,
+    load_adapter_weights,
+    refuse_other_base,
+    require_modules,
+)
 from lightning_solo.optim import checkpoint_masters
-
-RECORD = "adapter"
-"""The key of a checkpoint that holds an adapter's configuration and its base."""
 
 
 def merge_adapters(module: nn.Module) -> float:
     """Add the active adapter to the module's weights, and take all adapters out; the module has its own layers again.
 
     The sum is computed in fp32 and rounded once to the type of the weight. Each layer runs on random inputs before and
-    after. The largest difference is logged, and warned of where it is larger than rounding explains.
+    after, and the largest difference is logged.
 
     Returns:
         The largest difference of a layer's outputs, relative to the largest output.
 
     Raises:
-        NothingToDoError: the module has no adaptation.
+        NothingToDoError: the module has no adapters.
         ConflictError: a weight is in 4 or 8 bits, or an adapter isn't finite; nothing is changed then.
     """
-    differences = adaptation.merge(module)
+    differences = adapter_merging.merge(module)
     worst = max(differences, key=differences.__getitem__)
-    rank_zero_info(adaptation.merge_summary(differences))
+    rank_zero_info(adapter_merging.merge_summary(differences))
     return differences[worst]
-
-
-def remove_adapters(module: nn.Module) -> None:
-    """Take all adapters out of a module: it has its own layers again, with the weights from before the training.
-
-    Raises:
-        NothingToDoError: the module has no adaptation.
-        ConflictError: an adapter was made by PiSSA, which moves a part of each weight into its factors.
-    """
-    adaptation.remove_adapters(module)
-
-
-def use_adapter(module: nn.Module, name: str) -> None:
-    """Activate one of a module's adapters; the others stay in it, and do nothing.
-
-    Raises:
-        NothingToDoError: the module has no adapter of that name.
-    """
-    adaptation.use_adapter(module, name)
 
 
 def load_adapters(module: nn.Module, path: str | Path, name: str | None = None) -> None:
@@ -79,12 +64,12 @@ def load_adapters(module: nn.Module, path: str | Path, name: str | None = None) 
             weights = export_weights(source)
     if name is not None and name != config.name:
         old, config = config.name, config.renamed(name)
-        weights = {adaptation.renamed_key(key, old, name): value for key, value in weights.items()}
-    if config.name in adaptation.adapter_names(module):
+        weights = {renamed_key(key, old, name): value for key, value in weights.items()}
+    if config.name in adapter_names(module):
         raise CheckpointError(
             f"the module has an adapter {config.name!r} already; write load_adapters(module, path, name='another')"
         )
-    adaptation.require_modules(module, config)
+    require_modules(module, config)
     refuse_other_base(base_samples(module, config), checkpoint[RECORD]["base"])
     insert(module, config)
     load_adapter_weights(module, config, weights)

@@ -1,4 +1,4 @@
-"""Put adapters of peft into a module, freeze everything else, merge them and take them out.
+"""Put adapters of peft into a module, and freeze everything else.
 
 ``import peft`` takes ten seconds, so it happens in the functions that need it. None of them asks a hub.
 """
@@ -6,32 +6,27 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_solo.bitsandbytes_operators import bitsandbytes
-from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError, listed
+from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
 from lightning_solo.machine import is_installed
 from lightning_solo.nn.adapted import plain, plain_modules
-from lightning_solo.nn.adapter_targets import owners_of_weights
+from lightning_solo.nn.adapter_targets import OPTION, owners_of_weights
+from lightning_solo.nn.quantized import weights_in
 
-OPTION = "callback.adapters"
 CONFIGS = "solo_configs"
 """The attribute of peft's layers that holds name -> `AdapterConfig`."""
 ADAPTER_TABLES = ("lora_", "ia3_", "trainable_tokens_")
 """Starts of the names under which peft's layers hold the weights of adapters."""
-SAMPLES = 16
-"""Values of each weight that the hash of a base covers."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +80,12 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
 
     Embeddings of which rows are trained, and parts of adapted attention modules, are left out.
     """
-    layers = {name: part for name, part in _replaced(module) if "token_adapter" not in part._modules}
-    attention = {f"{name}.out_proj" for name, part in layers.items() if _is_attention(plain(part))}
+    layers = {name: part for name, part in adapter_modules(module) if "token_adapter" not in part._modules}
+    attention = {f"{name}.out_proj" for name, part in layers.items() if is_attention(plain(part))}
     return {name: part for name, part in layers.items() if name not in attention}
 
 
-def _replaced(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def adapter_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield (qualified name, module of peft) for each that stands in the place of a layer, and of each place."""
     for name, child in module._modules.items():
         if child is None:
@@ -99,13 +94,17 @@ def _replaced(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
         if plain(child) is not child:
             yield path, child
             child = plain(child)
-        yield from _replaced(child, f"{path}.")
+        yield from adapter_modules(child, f"{path}.")
+
+
+def is_attention(base: nn.Module) -> bool:
+    return isinstance(base, nn.MultiheadAttention)
 
 
 def adapter_names(module: nn.Module) -> list[str]:
     """Return the names of the adapters in a module, in the order in which they were put in."""
-    tables = {table for _, layer in _replaced(module) for table in getattr(layer, "adapter_layer_names", ())}
-    parts = [part for _, layer in _replaced(module) for part in layer.modules()]
+    tables = {table for _, layer in adapter_modules(module) for table in getattr(layer, "adapter_layer_names", ())}
+    parts = [part for _, layer in adapter_modules(module) for part in layer.modules()]
     every = [getattr(part, table, {}) for part in parts for table in {*tables, "trainable_tokens_delta"}]
     return list(dict.fromkeys(name for names in every for name in names))
 
@@ -113,7 +112,7 @@ def adapter_names(module: nn.Module) -> list[str]:
 def adapter_configs(module: nn.Module) -> dict[str, AdapterConfig]:
     """Return name -> configuration of the adapters that `insert` has put into a module."""
     configs: dict[str, AdapterConfig] = {}
-    for _, layer in _replaced(module):
+    for _, layer in adapter_modules(module):
         configs |= vars(layer).get(CONFIGS, {})
     return configs
 
@@ -171,7 +170,7 @@ def insert(module: nn.Module, config: AdapterConfig) -> None:
         NothingToDoError: a row doesn't exist.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for parent, key, child in _places(module):
+    for parent, key, child in child_places(module):
         places.setdefault(id(plain(child)), []).append((parent, key))
     configs = {**adapter_configs(module), config.name: config}
     _check_rows(module, config)
@@ -185,11 +184,11 @@ def insert(module: nn.Module, config: AdapterConfig) -> None:
     for part, own in before:
         part._parameters.clear()  # peft makes new ones for attention modules, in another order
         part._parameters.update(own)
-    for _, layer in list(_replaced(root)):
+    for _, layer in list(adapter_modules(root)):
         for parent, key in places.get(id(plain(layer)), ()):
             parent._modules[key] = layer
     _tie_rows(module, config)
-    for _, layer in _replaced(module):
+    for _, layer in adapter_modules(module):
         vars(layer)[CONFIGS] = configs
     use_adapter(module, config.name)
     for p, flag in flags.items():
@@ -200,7 +199,7 @@ def insert(module: nn.Module, config: AdapterConfig) -> None:
     _call_fast_paths(module)
 
 
-def _places(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
+def child_places(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     """Return (parent, name, child) for each child of the module's own parts."""
     parts = [part for _, part in plain_modules(module)]
     return [(part, key, child) for part in parts for key, child in part._modules.items() if child is not None]
@@ -317,7 +316,7 @@ def _tie_rows(module: nn.Module, config: AdapterConfig) -> None:
         return
     modules = dict(plain_modules(module))
     owners = owners_of_weights(modules)
-    wrappers = {id(plain(part)): part for _, part in _replaced(module) if "token_adapter" in part._modules}
+    wrappers = {id(plain(part)): part for _, part in adapter_modules(module) if "token_adapter" in part._modules}
     for name, rows in config.tokens.items():
         table = modules[name]
         for other in owners[id(table.weight)]:
@@ -326,13 +325,13 @@ def _tie_rows(module: nn.Module, config: AdapterConfig) -> None:
             tied = imported("peft.utils.other").TrainableTokensWrapper(
                 layer, config.name, list(rows), wrappers[id(table)].token_adapter
             )
-            for parent, key, child in _places(module):
+            for parent, key, child in child_places(module):
                 if child is layer:
                     parent._modules[key] = tied
 
 
 def _call_fast_paths(module: nn.Module) -> None:
-    """Call the layers of torch's encoder layers, whose kernel for inference reads their weights instead."""
+    """Switch off the inference kernel of torch's encoder layers: it reads weights, and would pass adapters by."""
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoderLayer) and any(plain(each) is not each for each in part.children()):
             part.activation_relu_or_gelu = 0  # as for any other activation, for which there is no such kernel
@@ -359,7 +358,7 @@ def whole_parameters(module: nn.Module, names: Sequence[str]) -> dict[str, Tenso
     found: set[int] = set()
     for name in names:
         own = [p for p in modules[name].parameters() if p.is_floating_point()]
-        if not own or any("quantized_weights" in part._modules for part in modules[name].modules()):
+        if not own or any(map(weights_in, modules[name].modules())):
             raise ConflictError(
                 f"{OPTION}.modules_to_save={name}: it has no weights that can be trained"
                 f"{'' if not own else ', since some are in 4 or 8 bits'}; leave it out of quantized_base.layers, or"
@@ -381,255 +380,3 @@ def use_adapter(module: nn.Module, name: str) -> None:
     imported("peft.functional").set_adapter(module, name)
     for p in module.parameters():
         p.requires_grad_(flags[id(p)])
-
-
-# --- taking out ---
-
-
-def remove_adapters(module: nn.Module) -> None:
-    """Take all adapters out of a module, which then computes as before they were put in; same objects, same keys.
-
-    Raises:
-        ConflictError: an adapter was made by PiSSA, which moves a part of each weight into its factors.
-        NothingToDoError: there are no adapters.
-    """
-    _require(module)
-    if moved := [name for name, config in adapter_configs(module).items() if config.method == "pissa"]:
-        raise ConflictError(
-            f"the adapter {moved[0]!r} was made by PiSSA, which has moved a part of each weight into its factors, so"
-            " the weights alone are not those of the module; write solo.merge_adapters(module)"
-        )
-    _take_out(module)
-
-
-def merge(module: nn.Module) -> dict[str, float]:
-    """Add the active adapter to the weights, in fp32 and rounded once to their type, and take all adapters out.
-
-    Returns:
-        Qualified name of each layer -> largest difference of its outputs for random inputs, before and after merging,
-        relative to the largest output.
-
-    Raises:
-        ConflictError: a weight is in 4 or 8 bits, or an adapter isn't finite; nothing is changed then.
-        NothingToDoError: there are no adapters.
-    """
-    _require(module)
-    for name, layer in adapted_layers(module).items():
-        if "quantized_weights" in plain(layer)._modules:
-            raise ConflictError(
-                f"{name} has its weight in 4 or 8 bits, which can't hold the sum with an adapter: merging would change"
-                " the outputs by as much as the adapter does; merge into a module with plain weights"
-            )
-    if wrong := [key for key, p in adapter_parameters(module).items() if not bool(torch.isfinite(p).all())]:
-        raise ConflictError(f"the adapter has values that aren't finite ({listed(wrong)}); merge another checkpoint")
-    differences: dict[str, float] = {}
-    for name, layer in {id(layer): (name, layer) for name, layer in adapted_layers(module).items()}.values():
-        differences[name] = _merge_layer(layer)
-    for _, wrapper in _replaced(module):
-        rows: Any = wrapper._modules.get("token_adapter")
-        if rows is not None and rows.tied_adapter is None:
-            for name in rows.active_adapters:
-                weight = rows.base_layer.weight.data
-                weight[rows.token_indices[name]] = rows.trainable_tokens_delta[name].data.to(weight)
-    _take_out(module)
-    return differences
-
-
-@torch.no_grad()
-def _merge_layer(layer: Any) -> float:
-    base: Any = plain(layer)
-    was_training = layer.training
-    layer.eval()
-    inputs = _inputs_of(base)
-    before = _output(layer(*inputs))
-    parts = [(base, "in_proj_weight"), (plain(base.out_proj), "weight")] if _is_attention(base) else [(base, "weight")]
-    weights: list[Any] = [part._parameters[key] for part, key in parts]
-    types = [p.dtype for p in weights]
-    for p in weights:
-        p.data = p.data.float()
-    layer.merge(adapter_names=[name for name in layer.active_adapters if name in adapter_names_of(layer)])
-    for (part, key), p, dtype in zip(parts, weights, types, strict=True):
-        merged = getattr(part, key)
-        p.data = merged.data.to(dtype)
-        vars(part).pop(key, None)
-        part._parameters[key] = p
-    after = _output(base(*inputs) if not _is_attention(base) else _plain_attention(base)(*inputs))
-    layer.train(was_training)
-    return float((after.float() - before.float()).abs().max() / before.float().abs().max().clamp(min=1e-30))
-
-
-def adapter_names_of(layer: nn.Module) -> list[str]:
-    """Return the names of the adapters of one layer of peft."""
-    return [name for table in getattr(layer, "adapter_layer_names", ()) for name in getattr(layer, table, {})]
-
-
-def _is_attention(base: nn.Module) -> bool:
-    return isinstance(base, nn.MultiheadAttention)
-
-
-def _plain_attention(base: Any) -> Any:
-    base.out_proj = plain(base.out_proj)
-    return base
-
-
-def _output(output: Any) -> Tensor:
-    tensor: Tensor = output[0] if isinstance(output, tuple) else output
-    return tensor
-
-
-def _inputs_of(base: Any) -> tuple[Tensor, ...]:
-    """Return random inputs of a layer, the same each time."""
-    weight = base.in_proj_weight if _is_attention(base) else base.weight
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(weight)
-
-    if isinstance(base, nn.Embedding):
-        rows = torch.randint(base.num_embeddings, (64,), generator=generator)
-        return (rows.to(weight.device),)
-    if isinstance(base, nn.modules.conv._ConvNd):
-        size = [(k - 1) * d + 3 for k, d in zip(base.kernel_size, base.dilation, strict=True)]
-        return (normal(2, base.in_channels, *size),)
-    if _is_attention(base):
-        return (normal(2, 4, base.embed_dim),) * 3
-    return (normal(16, weight.shape[1] if isinstance(base, nn.Linear) else weight.shape[0]),)
-
-
-def _require(module: nn.Module) -> None:
-    if not adapter_names(module):
-        raise NothingToDoError(f"{type(module).__name__} has no adapters")
-
-
-def _take_out(module: nn.Module) -> None:
-    for parent, key, child in _places(module):
-        if plain(child) is not child:
-            parent._modules[key] = plain(child)
-    for part in module.modules():
-        if isinstance(part, nn.TransformerEncoderLayer) and part.activation_relu_or_gelu == 0:
-            kinds = {nn.functional.relu: 1, nn.functional.gelu: 2}
-            part.activation_relu_or_gelu = kinds.get(part.activation, 0)
-
-
-# --- checkpoints ---
-
-
-def trained_keys(module: nn.Module, config: AdapterConfig, keys: Iterable[str]) -> list[str]:
-    """Return those keys of a state dict that belong to an adapter or to modules that are trained whole."""
-    adapter = adapter_parameters(module, config.name)
-    shared = {id(p) for p in adapter.values()}
-    every = {key for key, p in module.named_parameters(remove_duplicate=False) if id(p) in shared}
-    whole = whole_parameters(module, config.modules_to_save)
-    return [key for key in keys if key in every or plain_key(key) in whole]
-
-
-def merge_summary(differences: Mapping[str, float]) -> str:
-    """Return a line about what `merge` returned."""
-    worst = max(differences, key=differences.__getitem__)
-    return (
-        f"adapters: merged into the weights of {len(differences)} layers; largest relative difference of a layer's"
-        f" outputs {differences[worst]:.1e} ({worst})"
-    )
-
-
-def require_modules(module: nn.Module, config: AdapterConfig) -> None:
-    """Refuse a module without the layers of an adapter.
-
-    Raises:
-        CheckpointError: a layer is missing.
-    """
-    there = {name for name, _ in plain_modules(module)}
-    if lacking := [name for name in (*config.layers, *config.modules_to_save, *config.tokens) if name not in there]:
-        raise CheckpointError(
-            f"{type(module).__name__} has no {listed(lacking)}, of which the checkpoint has adapters: load it into a"
-            " module of the class that was trained"
-        )
-
-
-def load_adapter_weights(
-    module: nn.Module, config: AdapterConfig, weights: Mapping[str, Any], load: Callable[..., Any] | None = None
-) -> list[str]:
-    """Load an adapter, modules that are trained whole, and buffers; return the names of the buffers.
-
-    Args:
-        module: with the adapter.
-        config: of the adapter.
-        weights: as `trained_keys` selects them, and buffers.
-        load: loads a state dict, with ``strict``; by default the module's ``load_state_dict``.
-
-    Raises:
-        CheckpointError: other keys are missing than those of frozen weights and of buffers, or some are unknown.
-    """
-    own = module.state_dict()
-    buffers = {name for name, _ in module.named_buffers()}
-    trained = set(trained_keys(module, config, own))
-    missing = [key for key in own if key in trained and key not in weights]
-    unknown = [key for key in weights if key not in own]
-    frozen = [key for key in weights if key in own and key not in buffers and key not in trained]
-    for keys, what in ((missing, "lacks"), (unknown, "has unknown"), (frozen, "has the frozen")):
-        if keys:
-            raise CheckpointError(
-                f"the checkpoint of the adapter {config.name!r} {what} weights: {listed(keys)}; it was saved with"
-                " another module"
-            )
-    (load or module.load_state_dict)(weights, strict=False)
-    return [key for key in weights if key in buffers]
-
-
-def refuse_other_base(base: Mapping[str, Any] | None, saved: Mapping[str, Any] | None) -> None:
-    """Refuse an adapter of other weights than the module has.
-
-    Raises:
-        CheckpointError: names, shapes or values differ; the message names the first weights that do.
-    """
-    if base is None or saved is None:
-        return
-    checksums = base["checksums"]
-    other = [key for key, value in saved["checksums"].items() if key in checksums and checksums[key] != value]
-    if other or base["names"] != saved["names"]:
-        strange = [
-            key for key in {*checksums, *saved["checksums"]} if (key in checksums) != (key in saved["checksums"])
-        ]
-        why = f"other values in {listed(other)}" if other else f"other weights ({listed(sorted(strange)) or 'shapes'})"
-        raise CheckpointError(
-            f"the adapter was trained on a module with {why}: load the same base into the module before its adapter."
-            " A module into which adapters were merged is no longer that base: build it anew"
-        )
-
-
-def base_samples(module: nn.Module, config: AdapterConfig) -> dict[str, Any] | None:
-    """Return what identifies the frozen weights: a hash of names and shapes, and a checksum of values of each weight.
-
-    Values are rounded to bf16 first, so that a base in bf16 is the same as the one in fp32 that it was rounded from.
-    The checksum of a weight that is trained, or that PiSSA changes, is 0, as that of one in 4 or 8 bits.
-
-    Returns:
-        ``names``, ``checksums``; None for a module without values.
-    """
-    tensors = base_tensors(module)
-    if any(p.is_meta or isinstance(p, FakeTensor) for p in tensors.values()):
-        return None
-    unknown = {f"{name}.weight" for name in config.layers} if config.method == "pissa" else set()
-    unknown |= whole_parameters(module, config.modules_to_save).keys()
-    names = {key: tuple(p.shape) for key, p in tensors.items()}
-    for name, part in plain_modules(module):
-        if "quantized_weights" in part._modules:
-            stored = part._modules["quantized_weights"]
-            names |= {f"{name}.{own}": tuple(weight.shape) for own, weight in stored._modules.items()}  # type: ignore
-    order = sorted(names)
-    text = ";".join(f"{key}{names[key]}" for key in order)
-    known = {key: p for key, p in tensors.items() if key not in unknown}
-    return {
-        "names": hashlib.sha256(text.encode()).hexdigest(),
-        "checksums": {key: _checksum(known[key]) for key in order if key in known},
-    }
-
-
-def _checksum(weight: Tensor) -> int:
-    flat = weight.detach().reshape(-1)
-    count = min(SAMPLES, flat.numel())
-    if count == 0:
-        return 0
-    places = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
-    values = flat[places].to("cpu", torch.bfloat16).view(torch.int16)
-    return zlib.crc32(values.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""A module with adapters, seen without them."""
+"""Names and layers of a module with adapters, as they are without them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -12,6 +11,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_solo.errors import ConflictError, NothingToDoError, listed, nearest
 from lightning_solo.nn.adapted import plain, plain_modules
 from lightning_solo.nn.blocks import feed_forward_parts, repeated_blocks
+from lightning_solo.nn.freezing import matches_end
+from lightning_solo.nn.quantized import weights_in
 
 OPTION = "callback.adapters"
 ALL_LINEAR = "all-linear"
@@ -115,7 +116,7 @@ def _all_linear(module: nn.Module, modules: dict[str, nn.Module], method: str) -
         else:
             found.left_out[name] = reason
     if not found.layers:
-        reasons = ", ".join(f"{name} ({reason})" for name, reason in list(found.left_out.items())[:8])
+        reasons = listed([f"{name} ({reason})" for name, reason in found.left_out.items()], 8)
         raise NothingToDoError(
             f"{OPTION}.targets={ALL_LINEAR} selects no layer of {type(module).__name__}; it leaves out"
             f" {reasons or 'nothing: there are no linear layers'}; write patterns: {OPTION}.targets=[<class or name>]"
@@ -150,15 +151,15 @@ def feed_forward_outputs(module: nn.Module, layers: dict[str, nn.Module]) -> lis
     except NothingToDoError:
         return []
     inside = {id(layer) for part in parts for layer in part.modules()}
-    return [name for name, layer in layers.items() if id(layer) in inside and _inputs(layer) > _outputs(layer)]
+    return [name for name, layer in layers.items() if id(layer) in inside and _narrows(layer)]
 
 
-def _inputs(layer: nn.Module) -> int:
-    return int(layer.in_features) if isinstance(layer, nn.Linear) else int(layer.weight.shape[0])  # type: ignore
-
-
-def _outputs(layer: nn.Module) -> int:
-    return int(layer.out_features) if isinstance(layer, nn.Linear) else int(layer.weight.shape[-1])  # type: ignore
+def _narrows(layer: nn.Module) -> bool:
+    """Return whether a linear layer has more inputs than outputs."""
+    if isinstance(layer, nn.Linear):
+        return layer.in_features > layer.out_features
+    inputs, *_, outputs = layer.get_parameter("weight").shape
+    return inputs > outputs
 
 
 def owners_of_weights(modules: Mapping[str, nn.Module]) -> dict[int, list[str]]:
@@ -187,7 +188,7 @@ def _matches(pattern: str, name: str, part: nn.Module) -> bool:
     # torch's attention reads the weight of a subclass of Linear, which nobody means by "Linear"
     if pattern in classes and not isinstance(part, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return True
-    return bool(name) and (fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}"))
+    return bool(name) and matches_end(name, pattern)
 
 
 def _no_match(pattern: str, modules: dict[str, nn.Module], hits: dict[str, nn.Module], method: str) -> str:
@@ -226,7 +227,7 @@ def _unfit(name: str, modules: dict[str, nn.Module], weights: dict[int, list[str
     if "Mamba" in mixer and own in ("out_proj", "conv1d"):
         return f"whose weight the fused kernel of {mixer} reads without calling it"
     weight = part._parameters.get("in_proj_weight" if isinstance(part, nn.MultiheadAttention) else "weight")
-    if (weight is None and "quantized_weights" not in part._modules) or is_parametrized(part):
+    if (weight is None and not weights_in(part)) or is_parametrized(part):
         return "whose weight is computed from others"
     if isinstance(part, nn.modules.conv._ConvNd) and ({*part.dilation} != {1} or part.padding_mode != "zeros"):
         return "whose dilation or padding peft's factors don't have"

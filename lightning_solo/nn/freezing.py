@@ -68,7 +68,7 @@ def matching(names: Iterable[str], patterns: Sequence[str], option: str) -> set[
     names = list(names)
     matches: set[str] = set()
     for pattern in patterns:
-        hits = {name for name in names if any(_matches(each, pattern) for each in _parents(name))}
+        hits = {name for name in names if any(matches_end(each, pattern) for each in _parents(name))}
         if not hits:
             parts = dict.fromkeys(part for name in names for part in name.split(".")[:-1] if not part.isdigit())
             raise NothingToDoError(
@@ -83,7 +83,8 @@ def _parents(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches_end(name: str, pattern: str) -> bool:
+    """Return whether a pattern matches a qualified name, or its end after a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 

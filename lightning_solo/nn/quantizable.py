@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -30,10 +30,13 @@ class Choice:
     left_out: dict[str, str] = field(default_factory=dict)
     left_bytes: int = 0
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters to quantize; tied ones several times."""
-        for part, names in self.modules.values():
-            yield from (part.get_parameter(name) for name in names)
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return qualified name -> parameter to quantize; tied ones under several names."""
+        return {
+            f"{name}.{own}" if name else own: part.get_parameter(own)
+            for name, (part, names) in self.modules.items()
+            for own in names
+        }
 
 
 def chosen_weights(
@@ -56,7 +59,7 @@ def chosen_weights(
         ConflictError: a pattern matches a weight that is trained.
     """
     choice, trained = Choice(), dict[str, int]()
-    apart = _kept_parameters(module, embeddings)
+    apart = _kept_parameters(module)
     matched: set[str] = set()
     for name, part in module.named_modules():
         for parameter_name, p in part._parameters.items():
@@ -106,14 +109,14 @@ def _nothing(module: nn.Module, trained: dict[str, int], choice: Choice) -> str:
             f" can't hold. Freeze them by requires_grad_(False) and train adapters or other layers, or write"
             f" ~{OPTION}"
         )
-    reasons = ", ".join(f"{name} ({reason})" for name, reason in list(choice.left_out.items())[:5])
+    reasons = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
     return (
         f"quantized_base: no weight to quantize in {type(module).__name__}; frozen are {reasons or 'none'}; write"
         f" ~{OPTION}"
     )
 
 
-def _kept_parameters(module: nn.Module, embeddings: bool) -> dict[int, str]:
+def _kept_parameters(module: nn.Module) -> dict[int, str]:
     """Return id of parameter -> why it is left: weights of output heads, and those tied to embeddings."""
     kept: dict[int, str] = {}
     try:

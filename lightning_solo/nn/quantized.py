@@ -13,8 +13,8 @@ A module is changed in place, by its class: hooks, names and every reference to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -145,7 +145,7 @@ def quantized(weight: Tensor, format: str = "nf4", device: torch.device | None =
             part = rows[start : start + step].to(device).float()
             largest = part.abs().amax(1)
             flat_scales[start : start + step] = largest / _INT8_MAX
-            flat_codes[start : start + step] = (part * (_INT8_MAX / largest.clamp(min=1e-38)[:, None])).round()
+            flat_codes[start : start + step] = (part * (_INT8_MAX / largest.clamp(min=1e-36)[:, None])).round()
         return QuantizedWeight(shape, dtype, codes, scales.view(torch.int32))
     bitsandbytes()
     flat, numbers = weight.reshape(-1), weight.numel()
@@ -207,7 +207,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         of_input = of_bias = None
         if ctx.needs_input_grad[1]:
-            of_bias = gradient.flatten(0, -2).sum(0)
+            of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         if ctx.needs_input_grad[0]:
             of_input = gradient @ dequantized(ctx.shape, gradient.dtype, *ctx.saved_tensors)
         return of_input, of_bias, None, *[None] * len(ctx.saved_tensors)
@@ -301,7 +301,6 @@ class _QuantizedParameters(_Quantized):
 
 
 _CLASSES: dict[type, type] = {}
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def _class_of(cls: type) -> type:
@@ -357,7 +356,7 @@ def _check(module: nn.Module, weights: Mapping[str, QuantizedWeight]) -> None:
 def _dequantize(module: nn.Module, cls: type, parameters: Mapping[str, nn.Parameter | None]) -> None:
     if not isinstance(module, _Quantized):
         return
-    weights = dict(module.quantized_weights.items())
+    weights = weights_in(module)
     del module.quantized_weights
     module.__class__ = cls
     now = dict(module._parameters)
@@ -366,7 +365,7 @@ def _dequantize(module: nn.Module, cls: type, parameters: Mapping[str, nn.Parame
         if name in weights:
             p = cast("nn.Parameter", p)
             if not p.numel():  # one that is tied was filled before
-                p.data = cast("QuantizedWeight", weights[name]).dequantized()
+                p.data = weights[name].dequantized()
             module._parameters[name] = p
         else:
             module._parameters[name] = now.pop(name, None)
@@ -394,15 +393,15 @@ def with_plain_weights(states: Mapping[str, Any], weights: Mapping[str, Quantize
     return plain
 
 
+def weights_in(part: nn.Module) -> dict[str, QuantizedWeight]:
+    """Return name of a module's own parameter -> quantized weight; empty for a plain module."""
+    return cast("dict[str, QuantizedWeight]", dict(part.quantized_weights)) if isinstance(part, _Quantized) else {}
+
+
 def quantized_weights_of(module: nn.Module) -> dict[str, QuantizedWeight]:
-    """Return the qualified name of each quantized parameter -> its weight."""
+    """Return the qualified name of each quantized parameter, under each of its module's names -> its weight."""
     return {
-        f"{name}.{key}" if name else key: cast("QuantizedWeight", weight)
-        for name, part in quantized_modules(module)
-        for key, weight in part.quantized_weights.items()
+        f"{name}.{key}" if name else key: weight
+        for name, part in module.named_modules(remove_duplicate=False)
+        for key, weight in weights_in(part).items()
     }
-
-
-def quantized_modules(module: nn.Module) -> Iterator[tuple[str, _Quantized]]:
-    """Yield the qualified name and module of each part with quantized weights."""
-    return ((name, part) for name, part in module.named_modules() if isinstance(part, _Quantized))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +21,9 @@ from torch import Tensor, nn
 
 from lightning_solo.atomic_files import read_json, whole_file, write_json
 from lightning_solo.attributes import replaced
+from lightning_solo.checkpoint.writing import digest
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError, listed
-from lightning_solo.machine import is_installed
+from lightning_solo.machine import is_installed, user_cache
 from lightning_solo.nn.quantizable import chosen_weights
 from lightning_solo.nn.quantized import FLOATS, FORMATS, QuantizedWeight, layout, quantize, quantized
 from lightning_solo.units import format_bytes
@@ -88,28 +88,27 @@ def load_quantized(
         tensors = _with_experts(module, tensors)
         stored = _matched(module, tensors, folder)
         choice = chosen_weights(module, layers, embeddings=embeddings == "int8")
-        sources = {
-            f"{name}.{parameter}" if name else parameter: stored[id(part.get_parameter(parameter))]
-            for name, (part, parameters) in choice.modules.items()
-            for parameter in parameters
-        }
-        formats = {
-            f"{name}.{parameter}" if name else parameter: "int8" if isinstance(part, nn.Embedding) else format
-            for name, (part, parameters) in choice.modules.items()
-            for parameter in parameters
-        }
+        chosen = choice.parameters()
+        sources = {name: stored[id(p)] for name, p in chosen.items()}
+        tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+        formats = {name: "int8" if id(p) in tables else format for name, p in chosen.items()}
         path = _cache_file(folder, files, formats, default_cache() if cache is None else Path(cache))
         weights = _cached(path, sources, formats, tensors)
-        _assign(module, tensors, stored, {id(p) for p in choice.parameters()})
+        _assign(module, tensors, stored, {id(p) for p in chosen.values()})
         for name, (part, parameters) in choice.modules.items():
             quantize(part, {each: weights[f"{name}.{each}" if name else each] for each in parameters})
     return module
 
 
 def default_cache() -> Path:
-    """Return the folder of quantized weights in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    return Path(home) / "lightning_solo" / "quantized"
+    """Return the folder of quantized weights in the user's cache folder.
+
+    Raises:
+        PresetError: the user has no home folder.
+    """
+    if (folder := user_cache()) is None:
+        raise PresetError("load_quantized: this user has no cache folder; write cache=<a folder with room>")
+    return folder / "lightning_solo" / "quantized"
 
 
 @contextmanager
@@ -270,18 +269,10 @@ def _hashes(folder: Path, files: Sequence[Path], cache: Path) -> list[str]:
         status = path.stat()
         identity = [status.st_size, status.st_mtime_ns, status.st_ino]
         before = known.get(path.name)
-        found[path.name] = before if before and before[:3] == identity else [*identity, _sha256(path)]
+        found[path.name] = before if before and before[:3] == identity else [*identity, digest(path).sha256]
     if found != known:
         write_json(place, found, durable=False)
     return [each[3] for each in found.values()]
-
-
-def _sha256(path: Path) -> str:
-    digest, part = hashlib.sha256(), bytearray(2**20)
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(part):
-            digest.update(memoryview(part)[:count])
-    return digest.hexdigest()
 
 
 def _cached(

@@ -37,6 +37,7 @@ class Window:
         gradients_stay: whether parameters still have their gradients at the optimizer step. If not, a short window is
             corrected by the weights of its losses.
         gradients_saved: whether a checkpoint within a window contains the window's gradients.
+        waits: whether the latest batch hasn't run yet, but waits for the last one of its step.
         repeats: whether a failed micro-batch can run again after its gradients are zeroed.
     """
 
@@ -51,6 +52,7 @@ class Window:
         self.start = 0
         self.gradients_stay = self.gradients_saved = True
         self.repeats = True
+        self.waits = False
 
     @property
     def factor(self) -> int:
@@ -80,7 +82,7 @@ class Window:
 
     def start_batch(self, batch_idx: int) -> None:
         """Begin a micro-batch, and a window with its first one."""
-        self._counted = False
+        self._counted = self.waits = False
         if self.begins(batch_idx):
             self.held = 0.0
             if not self._warned:

@@ -24,7 +24,6 @@ PAIRS = [(one, other) for one, other in combinations(OTHERS, 2)]
 QUICK = {"compact_states", "gradient_release", "micro_batching", "length_bucketing"}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
-    pytest.mark.filterwarnings("ignore:activation checkpointing saves nothing"),
     pytest.mark.filterwarnings("ignore:activation offloading. mode=all moves"),
     pytest.mark.filterwarnings("ignore:callback.curriculum.duration"),
     pytest.mark.filterwarnings("ignore:regional compilation did nothing"),

@@ -6,12 +6,14 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import pytest
 import torch
 
 from lightning_solo.cards.card import Card
+from lightning_solo.errors import ConflictError
 from tests.conftest import HOMES
-from tests.contract.runs import ON_CPU, WIDTH, batches_of, fields, fit, module_of, trainer_of, weights_of
+from tests.contract.runs import ON_CPU, WIDTH, batches_of, fields, fit, module_of, trainer_of, weighed, weights_of
 from tests.modules import loader
 
 pytestmark = [
@@ -44,6 +46,19 @@ def traces(module: Any, trainer: Any) -> dict[str, Any]:
 
 class StepError(Exception):
     """Of a test's own training step."""
+
+
+@pytest.mark.parametrize("card", [card for card in ON_CPU if card.name != "micro_batching"], ids=lambda card: card.name)
+def test_batches_that_wait_for_the_last_of_a_step_are_none_without_effect(card: Card, tmp_path: Path) -> None:
+    (waits,) = (other for other in ON_CPU if other.name == "micro_batching")
+    batches = batches_of(card)
+    preset = {**weighed(fields(waits, card), batches), "accumulate_grad_batches": 2}
+    try:
+        trainer = trainer_of(lightning.pytorch, tmp_path, preset)
+    except ConflictError:
+        return  # refused, as test_pairs.py asserts
+    trainer.fit(module_of(lightning.pytorch), batches)
+    assert trainer.global_step > 0
 
 
 @every_home

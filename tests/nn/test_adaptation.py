@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError
-from lightning_solo.nn import adaptation
+from lightning_solo.nn import adaptation, adapter_merging, adapter_weights
 from lightning_solo.nn.adaptation import AdapterConfig
 from lightning_solo.nn.adapter_targets import KINDS, feed_forward_outputs, targets_of
 from lightning_solo.nn.quantized import quantize, quantized
@@ -201,7 +201,7 @@ def test_adapter_starts_without_an_effect_and_merges(method: str) -> None:
         p.data += 0.2 * torch.randn(p.shape)
     adapted = module(x)
     assert (adapted - before).abs().max() > 0.1
-    differences = adaptation.merge(module)
+    differences = adapter_merging.merge(module)
     assert len(differences) == 4
     assert max(differences.values()) < 1e-5
     assert torch.allclose(module(x), adapted, rtol=0, atol=1e-5 * adapted.abs().max().item())
@@ -234,11 +234,11 @@ def test_each_kind_of_layer_is_adapted_merged_and_restored(kind: str) -> None:
         assert torch.allclose(module(x), adapted, atol=1e-5)  # torch's kernel for inference would read the weights
     assert (adapted - before).abs().max() > 0.05
     other = copy.deepcopy(module)
-    adaptation.remove_adapters(module)
+    adapter_merging.remove_adapters(module)
     assert [id(part) for part in module.modules()] == parts
     assert all(torch.equal(weight, weights[name]) for name, weight in module.state_dict().items())
     assert torch.equal(module(x), before)
-    assert max(adaptation.merge(other).values()) < 1e-5
+    assert max(adapter_merging.merge(other).values()) < 1e-5
     assert torch.allclose(other(x), adapted, atol=1e-4)
     assert [type(part) for part in other.modules()] == [type(part) for part in module.modules()]
     assert list(other.state_dict()) == list(weights)
@@ -288,8 +288,8 @@ def test_merging_in_bf16_rounds_once(method: str) -> None:
     assert {p.dtype for p in factors[0].values()} == {torch.float32}
     for name, p in factors[0].items():
         factors[1][name].data = p.data.clone()
-    assert max(adaptation.merge(module).values()) < 1e-2
-    adaptation.merge(whole)
+    assert max(adapter_merging.merge(module).values()) < 1e-2
+    adapter_merging.merge(whole)
     assert torch.equal(module.blocks[0].up.weight, whole.blocks[0].up.weight.to(torch.bfloat16))
 
 
@@ -299,7 +299,7 @@ def test_damaged_adapter_is_refused_before_a_weight_changes() -> None:
     weights = copy.deepcopy(module.state_dict())
     next(iter(adaptation.adapter_parameters(module).values())).data[0, 0] = torch.nan
     with pytest.raises(ConflictError, match="lora_A"):
-        adaptation.merge(module)
+        adapter_merging.merge(module)
     base = adaptation.plain(module.blocks[0].down).weight
     assert torch.equal(base, weights["blocks.0.down.base_layer.weight"])
 
@@ -309,11 +309,11 @@ def test_removing_what_pissa_moved_is_refused() -> None:
     x, before = rows(3, WIDTH), module(rows(3, WIDTH))
     adaptation.insert(module, config(module, method="pissa"))
     with pytest.raises(ConflictError, match=mentions("PiSSA", "merge_adapters")):
-        adaptation.remove_adapters(module)
-    adaptation.merge(module)
+        adapter_merging.remove_adapters(module)
+    adapter_merging.merge(module)
     assert torch.allclose(module(x), before, atol=1e-5)
     with pytest.raises(NothingToDoError, match="Classifier"):
-        adaptation.merge(module)
+        adapter_merging.merge(module)
 
 
 # --- tokens, whole modules, several adapters ---
@@ -332,7 +332,7 @@ def test_only_chosen_rows_train_and_a_tied_head_has_them_too() -> None:
     module(ids).square().sum().backward()
     assert weight.grad is None
     adapted = module(ids)
-    adaptation.merge(module)
+    adapter_merging.merge(module)
     assert module.head.weight is module.embed.weight
     assert torch.allclose(module(ids), adapted, atol=1e-5)
 
@@ -349,7 +349,7 @@ def test_module_trained_whole_stays_tied() -> None:
     adaptation.freeze(module, chosen)
     assert module.head.weight is module.embed.weight
     assert module.embed.weight.requires_grad
-    keys = adaptation.trained_keys(module, chosen, module.state_dict())
+    keys = adapter_weights.trained_keys(module, chosen, module.state_dict())
     assert {"head.weight", "embed.weight"} <= set(keys)
     assert not any("norm" in key for key in keys)
 
@@ -379,29 +379,31 @@ def test_of_several_adapters_one_acts_and_is_trained() -> None:
 def test_other_base_is_refused_by_the_name_of_its_weight() -> None:
     module = made(lambda: Classifier(2, WIDTH))
     chosen = config(module)
-    saved = adaptation.base_samples(module, chosen)
+    saved = adapter_weights.base_samples(module, chosen)
     rounded = copy.deepcopy(module).to(torch.bfloat16)
-    adaptation.refuse_other_base(adaptation.base_samples(rounded, chosen), saved)
+    adapter_weights.refuse_other_base(adapter_weights.base_samples(rounded, chosen), saved)
     small = copy.deepcopy(module).requires_grad_(False)
     quantize(small.blocks[0].up, {"weight": quantized(small.blocks[0].up.weight, "int8")})
-    adaptation.refuse_other_base(adaptation.base_samples(small, chosen), saved)
+    adapter_weights.refuse_other_base(adapter_weights.base_samples(small, chosen), saved)
     put_in(module)
-    adaptation.refuse_other_base(adaptation.base_samples(module, chosen), saved)
+    adapter_weights.refuse_other_base(adapter_weights.base_samples(module, chosen), saved)
     adaptation.plain(module.blocks[1].down).weight.data += 1
     with pytest.raises(CheckpointError, match=mentions("blocks.1.down.weight", "same base")):
-        adaptation.refuse_other_base(adaptation.base_samples(module, chosen), saved)
+        adapter_weights.refuse_other_base(adapter_weights.base_samples(module, chosen), saved)
     other = made(lambda: Classifier(3, WIDTH))
     with pytest.raises(CheckpointError, match="other weights"):
-        adaptation.refuse_other_base({**adaptation.base_samples(other, config(other)), "checksums": {}}, saved)
+        adapter_weights.refuse_other_base(
+            {**adapter_weights.base_samples(other, config(other)), "checksums": {}}, saved
+        )
 
 
 def test_weights_that_are_missing_or_unknown_are_refused() -> None:
     module = made(lambda: Classifier(2, WIDTH))
     chosen = put_in(module)
     state = module.state_dict()
-    weights = {key: state[key] for key in adaptation.trained_keys(module, chosen, state)}
-    adaptation.load_adapter_weights(module, chosen, weights)
+    weights = {key: state[key] for key in adapter_weights.trained_keys(module, chosen, state)}
+    adapter_weights.load_adapter_weights(module, chosen, weights)
     key = next(iter(weights))
     for wrong in ({k: v for k, v in weights.items() if k != key}, {**weights, "net.more": state[key]}, dict(state)):
         with pytest.raises(CheckpointError, match="default"):
-            adaptation.load_adapter_weights(module, chosen, wrong)
+            adapter_weights.load_adapter_weights(module, chosen, wrong)

@@ -288,3 +288,13 @@ def test_weights_of_64_bits_and_rows_that_are_not_contiguous() -> None:
     stored: QuantizedWeight = quantized(weight.double())
     assert stored.dequantized().dtype is torch.float64
     assert len(list(chain(stored.parameters()))) == 0
+
+
+def test_one_dimension_and_a_trained_bias() -> None:
+    layer = linear()
+    plain = copy.deepcopy(layer)
+    plain.weight.data = quantized(plain.weight).dequantized()
+    x = torch.randn(64)
+    for each in (in_place(layer), plain):
+        each(x).square().sum().backward()
+    assert torch.equal(layer.bias.grad, plain.bias.grad)

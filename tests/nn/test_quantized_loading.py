@@ -87,9 +87,9 @@ def test_second_start_quantizes_nothing_and_a_changed_file_or_setting_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, hashed = list[Any](), list[Path]()
-    sha256 = quantized_loading._sha256
+    digest = quantized_loading.digest
     monkeypatch.setattr(quantized_loading, "quantized", lambda *args: calls.append(args) or quantized(*args))
-    monkeypatch.setattr(quantized_loading, "_sha256", lambda path: hashed.append(path) or sha256(path))
+    monkeypatch.setattr(quantized_loading, "digest", lambda path: hashed.append(path) or digest(path))
     folder = tmp_path / "model"
     saved(folder)
     first = load(folder)

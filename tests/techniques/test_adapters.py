@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError
-from lightning_solo.export.adapter_files import load_adapters, merge_adapters, remove_adapters
+from lightning_solo.export.adapter_files import load_adapters, merge_adapters
 from lightning_solo.export.weights import export_weights
 from lightning_solo.nn import adaptation
 from lightning_solo.nn.adaptation import plain_key
+from lightning_solo.nn.adapter_merging import remove_adapters
 from lightning_solo.nn.quantized import quantize, quantized
 from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner

@@ -47,6 +47,16 @@ class Watch(L.Callback):
         self.gradients = [name for name, p in pl_module.named_parameters() if p.grad is not None]
 
 
+class SavesOnce(L.Callback):
+    """Saves within the fit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 def trained(module: Any) -> list[Tensor]:
     return [p.detach().clone() for p in module.parameters() if p.requires_grad]
 
@@ -163,7 +173,7 @@ def test_models_of_transformers(kind: str) -> None:
     routers = {"moe": {f"model.layers.{index}.mlp.gate.weight" for index in range(2)}}
     assert set(choice.left_out) == {"lm_head.weight", *routers.get(kind, ())}
     if kind == "moe":  # its experts are parameters of three dimensions
-        assert {p.ndim for p in choice.parameters()} == {2, 3}
+        assert {p.ndim for p in choice.parameters().values()} == {2, 3}
     ids = torch.arange(20).view(2, 10) % 64
     undo = [
         quantize(part, {name: quantized(part.get_parameter(name)) for name in names})
@@ -177,6 +187,31 @@ def test_models_of_transformers(kind: str) -> None:
     plain = model(inputs_embeds=hidden).logits
     assert torch.allclose(mine, plain, atol=1e-5)
     assert torch.allclose(gradient, torch.autograd.grad(plain.square().sum(), hidden)[0], atol=1e-4)
+
+
+class Shared(nn.Module):
+    """Has one layer under two names, and experts of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = self.first
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+def test_checkpoints_have_plain_weights_under_each_name(make_trainer: Make, tmp_path: Path) -> None:
+    module = module_of(net=Shared())
+    module.experts = nn.Parameter(torch.randn(2, 4, 4), requires_grad=False)  # of the LightningModule itself
+    module.bias = nn.Parameter(torch.zeros(1))
+    keys = list(module.state_dict())
+    trainer = make_trainer(L, callbacks=[technique := QuantizedBase("int8"), SavesOnce(tmp_path / "saved.ckpt")])
+    trainer.fit(module, loader(2, width=WIDTH))
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"]
+    assert sorted(saved) == sorted(keys)
+    assert not technique.weights
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory")

@@ -57,6 +57,7 @@ class ActivationCheckpointing(Technique, Settings):
     def _init_state(self) -> None:
         self._batches: BudgetedBatches | None = None
         self._first_step = 0
+        self._is_checked = False  # whether blocks are recomputed
         self._loss_scale = 0.0
         self._kept: Kept | None = None
         self._wrapped: dict[str, nn.Module] = {}
@@ -93,7 +94,7 @@ class ActivationCheckpointing(Technique, Settings):
         return () if self._batches is None else tuple(sorted(name for name, _ in self._batches.calls.kept))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._first_step, self._loss_scale = trainer.global_step, 0.0
+        self._first_step, self._loss_scale, self._is_checked = trainer.global_step, 0.0, False
         if self._batches is None:
             return
         blocks = {id(block) for block in self._wrapped.values()}
@@ -133,11 +134,9 @@ class ActivationCheckpointing(Technique, Settings):
                 f"activation checkpointing: keep={self.keep!r} keeps nothing, as none of these operators ran in a"
                 f" block; these ran: {', '.join(sorted(self._kept.seen))}"
             )
-        if (
-            trainer.fit_loop.epoch_loop.total_batch_idx == 0
-            and self._wrapped
-            and not has_recomputed(self._wrapped.values())
-        ):
+        looks = not self._is_checked and self.ctx is not None and not self.ctx.window.waits
+        self._is_checked |= looks
+        if looks and self._wrapped and not has_recomputed(self._wrapped.values()):
             rank_zero_warn(
                 f"activation checkpointing saves nothing: in the first batch none of {', '.join(self._wrapped)} ran"
                 " again in backward; write the classes of those that do,"

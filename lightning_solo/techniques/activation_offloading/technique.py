@@ -91,7 +91,7 @@ class ActivationOffloading(Technique, Settings):
             return proceed(*args, **kwargs)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._offloader is None or self._is_reported:
+        if self._offloader is None or self._is_reported or self.ctx is None or self.ctx.window.waits:
             return
         self._is_reported = True
         moved, left = format_bytes(self.moved_bytes), self._offloader.largest_left_bytes

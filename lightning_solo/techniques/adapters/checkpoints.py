@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_solo.attributes import replaced
 from lightning_solo.errors import CheckpointError, listed
-from lightning_solo.nn.adaptation import AdapterConfig, load_adapter_weights, refuse_other_base, trained_keys
+from lightning_solo.nn.adaptation import AdapterConfig
+from lightning_solo.nn.adapter_targets import OPTION
+from lightning_solo.nn.adapter_weights import RECORD, load_adapter_weights, refuse_other_base, trained_keys
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Checkpoint
 
 if TYPE_CHECKING:
     from lightning_solo.techniques.adapters.technique import Adapters
-
-RECORD = "adapter"
-"""The key of a checkpoint that holds the adapter's configuration and its base."""
-OPTION = "callback.adapters"
 
 
 class AdapterCheckpoint(Checkpoint):

@@ -15,17 +15,15 @@ from lightning_solo.nn.adaptation import (
     adapter_configs,
     adapter_names,
     adapter_parameters,
-    base_samples,
     base_tensors,
     freeze,
     insert,
-    merge,
-    merge_summary,
-    remove_adapters,
     use_adapter,
     whole_parameters,
 )
-from lightning_solo.nn.adapter_targets import feed_forward_outputs, named_modules_of, targets_of
+from lightning_solo.nn.adapter_merging import merge, merge_summary, remove_adapters
+from lightning_solo.nn.adapter_targets import OPTION, feed_forward_outputs, named_modules_of, targets_of
+from lightning_solo.nn.adapter_weights import base_samples
 from lightning_solo.nn.rollback import Unchanged
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -35,7 +33,6 @@ from lightning_solo.techniques.adapters.card import CARD, Settings
 from lightning_solo.techniques.adapters.checkpoints import AdapterCheckpoint
 from lightning_solo.units import format_bytes
 
-OPTION = "callback.adapters"
 WATCHED = 50
 """Batches after which adapters without a gradient are named."""
 
@@ -176,9 +173,8 @@ class Adapters(Technique, Settings):
             f" ({format_bytes(sum(p.nbytes for p in trained))})"
         )
         if self._left_out:
-            named = ", ".join(f"{name} ({reason})" for name, reason in list(self._left_out.items())[:5])
-            more = f" and {len(self._left_out) - 5} more" if len(self._left_out) > 5 else ""
-            words += f"; without an adapter: {named}{more}"
+            named = listed([f"{name} ({reason})" for name, reason in self._left_out.items()], 5)
+            words += f"; without an adapter: {named}"
         ctx.info(words)
 
     # --- the fit ---

@@ -49,7 +49,7 @@ class ChunkedCrossEntropy(Technique, Settings):
         ctx.info(f"chunked cross-entropy: the loss of {', '.join(heads)} is computed by {self.chunk_tokens} tokens")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if not self._checked:
+        if not self._checked and self.ctx is not None and not self.ctx.window.waits:
             self._checked = True
             check_use(self._uses)
 

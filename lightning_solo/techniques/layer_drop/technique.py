@@ -77,7 +77,7 @@ class LayerDrop(Technique, Settings):
         return proceed(*args, **kwargs)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._drop is None:
+        if self._drop is None or self.ctx is None or self.ctx.window.waits:
             return
         if not self._drop.calls:
             raise NothingToDoError(

@@ -117,11 +117,10 @@ class LayerFreezing(Technique, Settings):
     def _is_still(self, name: str, norm: nn.Module, is_trained: Any) -> bool:
         """Return whether a normalisation that is in training mode is frozen."""
         assert self._depths is not None
-        own = [f"{name}.{each}" for each, p in norm._parameters.items() if p is not None]
         if not norm.training:  # by the user
             return False
-        if own:
-            return not any(norm.get_parameter(each.rpartition(".")[2]).requires_grad for each in own)
+        if own := [p for p in norm._parameters.values() if p is not None]:
+            return not any(p.requires_grad for p in own)
         return not is_trained(self._depths.norms[name]) or name in self._patterns
 
     def _leave(self) -> None:

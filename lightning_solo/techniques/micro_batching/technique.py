@@ -298,6 +298,7 @@ class MicroBatching(Technique, Settings):
         if self not in ctx.trainer.callbacks:  # `LearningRateFinder` drops them for its steps
             return proceed()
         if not ctx.window.is_last:
+            ctx.window.waits = True
             return patches.empty_result(ctx.trainer, NoOutputs())
         if self._rollback is None:
             self._rollback = Rollback(ctx.module, ctx.device)

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_solo.errors import CheckpointError, ConflictError
+from lightning_solo.errors import CheckpointError, ConflictError, listed
 from lightning_solo.nn.quantizable import Choice, chosen_weights
-from lightning_solo.nn.quantized import QuantizedWeight, quantize, quantized, quantized_modules, with_plain_weights
+from lightning_solo.nn.quantized import QuantizedWeight, quantize, quantized, quantized_weights_of, with_plain_weights
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Checkpoint, Technique
 from lightning_solo.techniques.quantized_base.card import CARD, FROZEN, Settings
@@ -46,8 +46,8 @@ class QuantizedBase(Technique, Settings):
             NothingToDoError: no frozen weight can be quantized, or a pattern matches none.
             ConflictError: a pattern matches a weight that is trained, or peft's ``modules_to_save`` a quantized layer.
         """
-        before = list(quantized_modules(ctx.module))
-        if copies := [name for name, _ in before if "modules_to_save" in name.split(".")]:
+        before = quantized_weights_of(ctx.module)
+        if copies := [name.rpartition(".")[0] for name in before if "modules_to_save" in name.split(".")]:
             raise ConflictError(
                 f"callback.quantized_base: {copies[0]} is a copy of a layer in 4 or 8 bits, and modules_to_save would"
                 " train it, which has no effect; leave it out of modules_to_save, or don't quantize this layer"
@@ -56,8 +56,8 @@ class QuantizedBase(Technique, Settings):
         choice = chosen_weights(ctx.module, patterns, embeddings=self.embeddings == "int8", required=not before)
         ctx.undo.callback(self._weights.clear)
         by_tensor: dict[int, QuantizedWeight] = {}
-        bytes_before = sum(p.nbytes for p in {id(p): p for p in choice.parameters()}.values())
-        for name, (part, parameters) in choice.modules.items():
+        bytes_before = sum(p.nbytes for p in {id(p): p for p in choice.parameters().values()}.values())
+        for part, parameters in choice.modules.values():
             weights = {}
             for parameter_name in parameters:
                 p = part._parameters[parameter_name]
@@ -66,22 +66,23 @@ class QuantizedBase(Technique, Settings):
                     form = "int8" if isinstance(part, nn.Embedding) else self.format
                     by_tensor[id(p)] = quantized(p.detach(), form, ctx.device)
                 weights[parameter_name] = by_tensor[id(p)]
-                self._weights[f"{name}.{parameter_name}"] = by_tensor[id(p)]
             ctx.undo.callback(quantize(part, weights))
-        self._log(ctx, choice, bytes_before, list(by_tensor.values()), len(before))
+        already, now = {id(weight) for weight in before.values()}, quantized_weights_of(ctx.module)
+        self._weights.update({name: weight for name, weight in now.items() if id(weight) not in already})
+        self._log(ctx, choice, bytes_before, list(by_tensor.values()), len(already))
 
     def _log(self, ctx: Run, choice: Choice, bytes_before: int, weights: list[QuantizedWeight], already: int) -> None:
         now, count = sum(weight.nbytes for weight in weights), sum(weight.shape.numel() for weight in weights)
         parts = []
         if count:
             parts.append(
-                f"{len(weights)} frozen weights in {self.format} take {format_bytes(now)} instead of"
-                f" {format_bytes(bytes_before)}, {now / count:.3f} bytes each number"
+                f"{len(weights)} frozen weights in {' and '.join(sorted({w.format for w in weights}))} take"
+                f" {format_bytes(now)} instead of {format_bytes(bytes_before)}, {now / count:.3f} bytes per number"
             )
         if already:
-            parts.append(f"{already} layers were quantized before")
+            parts.append(f"{already} weights were quantized before")
         if choice.left_out:
-            named = ", ".join(f"{name} ({reason})" for name, reason in list(choice.left_out.items())[:5])
+            named = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
             share = choice.left_bytes / max(1, choice.left_bytes + bytes_before)
             parts.append(f"{share:.0%} of the bytes of frozen weights stay as they are: {named}")
         ctx.info(f"quantized_base: {'; '.join(parts)}")

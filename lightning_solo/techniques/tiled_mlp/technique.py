@@ -45,7 +45,7 @@ class TiledMlp(Technique, Settings):
         ctx.info(f"tiled MLP: {counted(parts.values())} are computed {self.tile_tokens} tokens at a time")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._is_reported or not self._tilings:
+        if self._is_reported or not self._tilings or self.ctx is None or self.ctx.window.waits:
             return
         self._is_reported = True
         most = max(tiling.most_tokens for tiling in self._tilings.values())
