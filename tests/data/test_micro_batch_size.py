@@ -146,8 +146,8 @@ def test_size_converges_to_the_fewest_parts(limit: int, samples: int, most: int 
     """Whatever fits, no batch fails for ever, and after some tries there are as few parts as could be."""
     size = MicroBatchSize(most)
 
-    def part() -> int:
-        return min(size.current or samples, samples)
+    def part() -> int:  # parts are even
+        return -(-samples // -(-samples // min(size.current or samples, samples)))
 
     failures = 0
     for _ in range(30 * GROW_AFTER):
