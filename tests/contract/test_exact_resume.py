@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.catalogue import built_in_cards
+from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.presets.compose import compose
-from tests.contract.runs import ON_CPU, batches_of, fields, module_of, trainer_of, weights_of
+from tests.contract.runs import ON_CPU, PRECISION, batches_of, fields, module_of, trainer_of, weighed, weights_of
 from tests.messages import mentions
 
 EXACT = built_in_cards()["exact_resume"]
@@ -24,6 +25,7 @@ PAIRS = [(one, other) for one, other in combinations(OTHERS, 2)]
 QUICK = {"compact_states", "gradient_release", "micro_batching", "length_bucketing"}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
+    pytest.mark.filterwarnings("ignore:activation checkpointing saves nothing"),  # in blocks that are frozen
     pytest.mark.filterwarnings("ignore:activation offloading. mode=all moves"),
     pytest.mark.filterwarnings("ignore:callback.curriculum.duration"),
     pytest.mark.filterwarnings("ignore:regional compilation did nothing"),
@@ -46,15 +48,16 @@ class Saves(L.Callback):
 
 
 def check(folder: Path, cards: list[Card], accumulate: int, places: list[int]) -> None:
-    preset = fields(EXACT, *cards)
+    # the first batch, which observers and `attention` run uncompiled, rounds elsewhere under autocast
+    compiled = any(card.phase is Phase.COMPILE for card in cards)
+    preset = fields(EXACT, *cards, precision="32-true" if compiled else PRECISION)
     if accumulate > 1:
         preset["accumulate_grad_batches"] = accumulate
     try:
         compose(preset)
     except ConflictError as error:
         pytest.skip(str(error))
-    if not {"packing", "curriculum"}.isdisjoint(card.name for card in cards) and "micro_batching" in preset["callback"]:
-        preset["callback"]["micro_batching"]["weight_by"] = "shifted_tokens"
+    weighed(preset, batches_of(*cards))
 
     def run(name: str, path: Path | None = None) -> tuple[Any, Saves]:
         module, saves = module_of(L), Saves(folder / name)
