@@ -609,6 +609,27 @@ def whole_ladder_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, result["command"], explained)
 
 
+def fine_tuning_plans_table(result: dict[str, Any]) -> str:
+    """Return the largest model that fits each card under each way of training, by its plans."""
+    ways = list(dict.fromkeys(row["way"] for row in result["plans"]))
+    tokens = result["plans"][0]["tokens"]
+
+    def largest(way: str, gibibytes: int) -> str:
+        fitting = [
+            f"{row['model']}, {row['needed_bytes'] / GiB:.1f} GiB"
+            for row in result["plans"]
+            if row["way"] == way and row["tokens"] == tokens and row["needed_bytes"] <= 0.95 * gibibytes * GiB
+        ]
+        return fitting[-1] if fitting else "none"
+
+    rows = [[card, *(largest(way, size) for way in ways)] for card, size in result["cards"].items()]
+    explained = (
+        f"Planned, not measured: the largest model that leaves 5 % of the card, and the memory that it needs, for one"
+        f" sequence of {tokens:,} tokens, blocks recomputed and logits in chunks."
+    )
+    return table(["card", *ways], rows) + note(result, result["command"], explained)
+
+
 def longest_sequence_table(result: dict[str, Any]) -> str:
     """Return the longest sequences that fit a device, as planned."""
     plain: dict[str, int] = {}
@@ -844,6 +865,7 @@ TABLES = {
     "activation_budget_cpu.json": activation_budget_table,
     "activations_cpu.json": activations_table,
     "whole_ladder.json": whole_ladder_table,
+    "fine_tuning_plans.json": fine_tuning_plans_table,
     "longest_sequence.json": longest_sequence_table,
     "sequences_cpu.json": sequences_table,
     "host_optimizers_cpu.json": host_optimizers_table,

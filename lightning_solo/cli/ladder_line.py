@@ -82,7 +82,7 @@ def parse(arguments: Sequence[str]) -> LadderOptions:
     parser.add_argument(
         "--until", help="stop at the first combination with a peak memory of at most this, such as 16GiB"
     )
-    parser.add_argument("--techniques", help=f"some rungs, separated by commas: {', '.join(rungs())}")
+    parser.add_argument("--techniques", help=f"some of {', '.join(rungs())}, or of all techniques, separated by commas")
     options = parser.parse_intermixed_args(list(arguments))
     steps, until = positive("--steps", options.steps, 25), budget_bytes(options.until, "--until")
     for override in parsed(options.overrides):

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_solo.cards.card import Card
 from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.errors import ConflictError, PresetError, nearest
 
@@ -53,32 +54,40 @@ def techniques() -> dict[str, LadderTechnique]:
     rungs = {BF16.name: BF16}
     for card in sorted(cards, key=lambda card: (card.rung.order, card.name)):  # type: ignore[union-attr]
         assert card.rung is not None
-        overrides = (f"+solo/{card.group}={card.name}", *card.rung.overrides)
-        rungs[card.rung.name] = LadderTechnique(card.rung.name, overrides, card.exact, card.name)
+        rungs[card.rung.name] = _of_card(card, card.rung.name, card.rung.overrides)
     return rungs
 
 
 def chosen(names: str | None) -> tuple[LadderTechnique, ...]:
-    """Return the techniques of a list such as ``bf16,checkpointing``, in the ladder's order; by default all.
+    """Return the techniques of a list such as ``bf16,checkpointing``, in the ladder's order; by default its rungs.
 
     Args:
-        names: of rungs, or of cards such as ``activation_checkpointing``, joined by commas.
+        names: of rungs, or of any techniques, such as ``adapters``, joined by commas. Techniques without a rung come
+            last, in the order of the list.
 
     Raises:
         PresetError: a name is unknown or empty.
     """
-    ladder = techniques().values()
+    ladder = techniques()
     if names is None:
-        return tuple(ladder)
-    requested = [name.strip() for name in names.split(",")]
-    known = {name for technique in ladder for name in (technique.name, technique.card) if name}
+        return tuple(ladder.values())
+    by_name = {**ladder, **{technique.card: technique for technique in ladder.values() if technique.card}}
+    for card in catalogue().cards.values():
+        by_name.setdefault(card.name, _of_card(card, card.name))
+    requested = dict.fromkeys(name.strip() for name in names.split(","))
     for name in requested:
-        if name not in known:
-            listed = [t.name if t.card in ("", t.name) else f"{t.name} ({t.card})" for t in ladder]
+        if name not in by_name:
+            listed = [t.name if t.card in ("", t.name) else f"{t.name} ({t.card})" for t in ladder.values()]
             raise PresetError(
-                f"--techniques {names}: no rung {name!r}{nearest(name, known)}those with a rung are {', '.join(listed)}"
+                f"--techniques {names}: no technique {name!r}{nearest(name, by_name)}there are {', '.join(listed)}, and"
+                " every other technique by its name, such as adapters"
             )
-    return tuple(technique for technique in ladder if technique.name in requested or technique.card in requested)
+    wanted = [by_name[name] for name in requested]
+    return tuple(dict.fromkeys([*(each for each in ladder.values() if each in wanted), *wanted]))
+
+
+def _of_card(card: Card, name: str, more: Sequence[str] = ()) -> LadderTechnique:
+    return LadderTechnique(name, (f"+solo/{card.group}={card.name}", *more), card.exact, card.name)
 
 
 def name_of(combination: Sequence[LadderTechnique]) -> str:

@@ -232,6 +232,8 @@ def test_techniques_by_name_of_the_rung_or_of_the_technique() -> None:
     assert [t.name for t in chosen("zero_offload, bf16")] == ["bf16", "zero_offload"]  # in the ladder's order
     assert chosen("activation_checkpointing,bf16") == chosen("bf16,checkpointing") == chosen("checkpointing,bf16")
     assert chosen(None) == tuple(techniques().values())
+    assert [t.name for t in chosen("quantized_base,adapters,bf16")] == ["bf16", "quantized_base", "adapters"]
+    assert chosen("adapters")[0].overrides == ("+solo/callback=adapters",)
     both = r"bf16, checkpointing \(activation_checkpointing\), accumulation \(accumulation_schedule\), chunked"
     for wrong in ("bf61", ""):
         with pytest.raises(PresetError, match=both):
