@@ -45,6 +45,7 @@ LEVELS = {
     "sweeps": 4,
     "ladder": 4.5,
     "reference": 2,
+    "fine_tuning": 2,
     "guard": 2,
     "fitting": 2,
     "requirements": 1.5,
@@ -69,6 +70,7 @@ LATE = {
     "altair",
     "vl_convert",
     "jinja2",
+    "pyarrow",
     "safetensors",
 }
 BACK_END_FACTS = "lightning_solo.optim.back_end_facts"  # without torch: presets are checked against them
