@@ -329,8 +329,8 @@ def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: Ru
 
     from lightning_solo.seams.patches import correct_logged_steps
 
-    embedded = checked.model.get("name") == "byte_gpt"
-    monitor = ("validation/loss" if embedded else None) if cfg.monitor == "auto" else cfg.monitor
+    ours = "name" in checked.model  # all of which log it
+    monitor = ("validation/loss" if ours else None) if cfg.monitor == "auto" else cfg.monitor
     best = ModelCheckpoint(
         dirpath=str(run_folder.last.parent),
         filename="{step}",

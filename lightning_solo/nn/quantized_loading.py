@@ -37,11 +37,12 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class Stored(NamedTuple):
-    """A tensor in a folder's files: its shape and type, and the function that maps it."""
+    """A tensor in a folder's files: its shape and type, the function that maps it, and its file."""
 
     shape: torch.Size
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    file: Path
 
 
 def load_quantized(
@@ -81,8 +82,8 @@ def load_quantized(
         raise CapabilityError("load_quantized reads safetensors; write pip install lightning-solo[safetensors]")
     folder = Path(folder)
     with ExitStack() as stack, torch.no_grad():
-        files = _files(folder)
-        tensors = _opened(files, stack)
+        files = weight_files(folder)
+        tensors = open_files(files, stack)
         with parameters_without_numbers():
             module = build().requires_grad_(False)
         tensors = _with_experts(module, tensors)
@@ -128,8 +129,12 @@ def parameters_without_numbers() -> Iterator[None]:
 # --- the folder's files ---
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files of weights in a folder."""
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights in a folder.
+
+    Raises:
+        CheckpointError: it is no folder, has no safetensors or lacks some, or its weights are quantized.
+    """
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: no such folder; download the model first: hf download <owner>/<name> --local-dir {folder}"
@@ -170,8 +175,12 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _opened(files: Sequence[Path], stack: ExitStack) -> dict[str, Stored]:
-    """Return the name of each tensor in files -> its place."""
+def open_files(files: Sequence[Path], stack: ExitStack) -> dict[str, Stored]:
+    """Return the name of each tensor in files -> its place; the files stay open until the stack is closed.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Stored] = {}
@@ -182,7 +191,7 @@ def _opened(files: Sequence[Path], stack: ExitStack) -> dict[str, Stored]:
             raise CheckpointError(f"{path}: damaged or cut off ({error}); download the file again") from error
         for name in file.keys():  # noqa: SIM118  # not a mapping
             mapped = file.get_tensor(name)
-            tensors[name] = Stored(mapped.shape, mapped.dtype, partial(file.get_tensor, name))
+            tensors[name] = Stored(mapped.shape, mapped.dtype, partial(file.get_tensor, name), path)
     return tensors
 
 
@@ -204,7 +213,7 @@ def _with_experts(module: nn.Module, tensors: Mapping[str, Stored]) -> dict[str,
         if all((sum(t.shape[0] for t in row), *row[0].shape[1:]) == p.shape[1:] for row in rows):
             for each in (each for row in names for each in row):
                 del result[each]
-            result[name] = Stored(p.shape, rows[0][0].dtype, partial(_stacked, p.shape, rows))
+            result[name] = Stored(p.shape, rows[0][0].dtype, partial(_stacked, p.shape, rows), rows[0][0].file)
     return result
 
 

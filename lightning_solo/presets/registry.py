@@ -9,7 +9,10 @@ from __future__ import annotations
 from lightning_solo.errors import PresetError, unknown_name
 
 NAMES: dict[str, dict[str, str]] = {
-    "model": {"byte_gpt": "lightning_solo.reference.byte_gpt:ByteGPT"},
+    "model": {
+        "byte_gpt": "lightning_solo.reference.byte_gpt:ByteGPT",
+        "hf_causal_lm": "lightning_solo.fine_tuning.causal_lm:HFCausalLM",
+    },
     "data": {"stdlib_text": "lightning_solo.reference.stdlib_text:StdlibText"},
     "optimizer": {"adamw": "torch.optim.adamw:AdamW", "sgd": "torch.optim.sgd:SGD"},
 }

@@ -1,0 +1,230 @@
+"""Language models of transformers from a folder, to fine-tune on batches of tokens with labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchmetrics import MeanMetric
+
+from lightning_solo.errors import PresetError
+from lightning_solo.fine_tuning.loading import config_of, load, without_numbers
+from lightning_solo.fine_tuning.samples import Samples
+from lightning_solo.nn.adaptation import plain_key
+from lightning_solo.nn.quantized import FORMATS, QuantizedWeight, quantized_weights_of
+from lightning_solo.optim.schedules import warmup_cosine
+
+IGNORED = -100
+"""Label of tokens that aren't trained."""
+QUANTIZED = "quantized_weights"
+"""Key of a checkpoint with name -> (format, type) of the weights that were in 4 or 8 bits in training."""
+
+
+class FromFolder(L.LightningModule):
+    """A model of transformers, loaded from a folder when the fit begins.
+
+    Attributes:
+        path: the folder.
+        config: transformers' configuration.
+        model: transformers' model; None before ``configure_model``.
+    """
+
+    auto = ""
+    model: Any
+
+    def __init__(
+        self,
+        path: str | Path,
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None,
+        warmup_steps: int,
+        early_stopping: int | None,
+        options: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.path = str(path)
+        self.config = config_of(Path(path))
+        self.optimizer: Callable[[Iterable[Any]], Optimizer] = optimizer or partial(
+            torch.optim.AdamW, lr=2e-4, weight_decay=0.0
+        )
+        self.warmup_steps, self.early_stopping = warmup_steps, early_stopping
+        self._options = options
+        self.model = None
+        self._computed: list[tuple[torch.nn.Module, str]] = []
+        # metrics, since self.log sums plain numbers in the default dtype, which is bf16 under "bf16-true"
+        self.losses = torch.nn.ModuleDict({stage: MeanMetric() for stage in ("validation", "test")})
+        if without_numbers():  # a plan, whose configure_model would run too late
+            self.configure_model()
+
+    def setup(self, stage: str) -> None:
+        """Check that the data suits the model.
+
+        Raises:
+            PresetError: the data's rows are longer than the model's positions, or its vocabulary larger.
+        """
+        data, config = getattr(self.trainer, "datamodule", None), self.config.get_text_config()
+        length, positions = getattr(data, "max_length", None), getattr(config, "max_position_embeddings", None)
+        if length and positions and length > positions:
+            raise PresetError(
+                f"data.max_length={length}: the model in {self.path} has {positions} positions; write"
+                f" data.max_length={positions} or less"
+            )
+        words, rows = getattr(data, "vocabulary", None), getattr(config, "vocab_size", None)
+        if words and rows and words > rows:
+            raise PresetError(
+                f"data.tokenizer has {words} tokens, and the model in {self.path} embeddings of {rows}; write"
+                " data.tokenizer=<the model's own folder>"
+            )
+
+    def configure_model(self) -> None:
+        """Load the model, once.
+
+        Raises:
+            CheckpointError: a file or tensor is missing, damaged or of another shape.
+        """
+        if self.model is None:
+            self.model = load(self.auto, Path(self.path), self.config, **self._options)
+            self._computed = [
+                (part, name)
+                for part in self.model.modules()
+                if not isinstance(part, QuantizedWeight)
+                for name, buffer in part._buffers.items()
+                if name in part._non_persistent_buffers_set and buffer is not None and buffer.is_floating_point()
+            ]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Keep the type of buffers that aren't in the files, such as frequencies, which 16 bits would spoil."""
+        before = [(part, name, part._buffers[name]) for part, name in self._computed]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for part, name, buffer in before:
+            now = part._buffers[name]
+            if buffer is not None and now is not None and now.dtype is not buffer.dtype:
+                part._buffers[name] = buffer.to(now.device)
+        return self
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Record the weights in 4 or 8 bits: a model built from the checkpoint rounds them as well."""
+        checkpoint[QUANTIZED] = {
+            plain_key(name): (weight.format, str(weight.dtype).removeprefix("torch."))
+            for name, weight in quantized_weights_of(self).items()
+        }
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return what stops a run whose validation loss no longer falls."""
+        if self.early_stopping is None:
+            return []
+        return [EarlyStopping("validation/loss", patience=self.early_stopping, check_on_train_epoch_end=False)]
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer of all parameters that are trained; biases and norms don't decay.
+
+        Raises:
+            PresetError: all weights are frozen.
+        """
+        trained = [p for p in self.parameters() if p.requires_grad]
+        if not trained:
+            raise PresetError(
+                f"the weights of {self.path} are frozen, so nothing is trained; write solo=qlora, or another preset"
+                " with adapters"
+            )
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in trained if p.dim() >= 2]},
+            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = self.optimizer([group for group in groups if group["params"]])
+        factor = partial(
+            warmup_cosine, warmup_steps=self.warmup_steps, total_steps=self.trainer.estimated_stepping_batches
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    def _log_mean(self, stage: str, loss: Tensor, weight: Tensor | int, batch_size: int) -> None:
+        metric = cast(MeanMetric, self.losses[stage])
+        metric.set_dtype(torch.float32)  # "bf16-true" converts it with the module
+        metric.update(loss, weight=weight)
+        self.log(f"{stage}/loss", metric, batch_size=batch_size, prog_bar=True)
+
+
+class HFCausalLM(FromFolder):
+    """A causal language model from a folder; the loss is the mean over the labels of a batch.
+
+    A batch has ``input_ids`` and ``labels``, (batch, sequence), and where needed ``attention_mask`` and
+    ``position_ids``. A label is the token at its own position, or -100 where none is trained.
+
+    Args:
+        path: folder with config.json, safetensors and tokenizer.
+        warmup_steps: optimizer steps until the learning rate is at its full height.
+        dtype: type of the weights in memory: auto (as in the files), float32, bfloat16 or float16.
+        quantized: "nf4" or "int8" loads the weights of linear layers in 4 or 8 bits, frozen, from a cache of mapped
+            files; None loads them as they are.
+        unused: patterns of names of tensors in the files that the model may lack.
+        early_stopping: validations without a lower loss after which the run ends; None for no such end.
+        samples: answers to generate at each validation: the number of validation rows whose prompts are answered, or
+            prompts.
+        sample_tokens: largest number of tokens of such an answer.
+        optimizer: makes the optimizer from parameter groups; by default AdamW with a rate of 2e-4, for adapters.
+
+    Raises:
+        CheckpointError: the folder isn't one of a model's 16- or 32-bit weights.
+        CapabilityError: transformers is missing.
+        PresetError: an argument is out of range.
+    """
+
+    auto = "AutoModelForCausalLM"
+
+    def __init__(
+        self,
+        path: str,
+        warmup_steps: int = 20,
+        dtype: str = "auto",
+        quantized: str | None = None,
+        unused: Sequence[str] = (),
+        early_stopping: int | None = None,
+        samples: int | Sequence[str] = 0,
+        sample_tokens: int = 64,
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
+    ) -> None:
+        if quantized is not None and quantized not in FORMATS:
+            raise PresetError(f"model.quantized={quantized!r}: write null or {' or '.join(FORMATS)}")
+        path = str(Path(path).expanduser().absolute())
+        options = {"dtype": dtype, "quantized": quantized, "unused": list(unused)}
+        super().__init__(path, optimizer, warmup_steps, early_stopping, options)
+        # an optimizer factory is code, which belongs neither in a checkpoint nor in a logger's table
+        self.save_hyperparameters(ignore=["optimizer"])
+        self.samples = samples if isinstance(samples, int) else list(samples)
+        self.sample_tokens = sample_tokens
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """Return the logits of each next token: (batch, sequence, vocabulary)."""
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
+        return cast(Tensor, self.model(**inputs, use_cache=False).logits)
+
+    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the mean cross-entropy over the labels, in fp32, and their number; 0 where there are none."""
+        labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # shifted; the logits aren't, and so not copied
+        count = labels.ne(IGNORED).sum()
+        logits = self(batch).float().flatten(0, 1)
+        total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total / count.clamp(min=1), count
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss, _ = self.loss(batch)
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch["input_ids"]))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._log_mean("validation", *self.loss(batch), len(batch["input_ids"]))
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self._log_mean("test", *self.loss(batch), len(batch["input_ids"]))
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Return the callbacks that stop the run early and write samples."""
+        return [*super().configure_callbacks(), *([Samples(self.samples, self.sample_tokens)] if self.samples else [])]
