@@ -53,6 +53,9 @@ from lightning_solo.tables import Cell, Table, size, terminal
 
 AUTO_FILE = "auto.json"
 """File in a run's folder with the plan of the preset that `auto` chose."""
+DATA_FILE = "data.txt"
+"""File in a run's folder with the whole report on its data, if the data makes one."""
+FILE_WIDTH = 120
 # Modules that the process which forks a sweep's jobs imports once for all of them
 PRELOAD = ("lightning.pytorch", "lightning_solo.reference.byte_gpt", "lightning_solo.reference.stdlib_text")
 
@@ -117,7 +120,7 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
     if safe:
         print("fault_tolerance=false leaves these techniques out")
     callbacks = [*watch, *plan_checks, *(load_class(built_in_cards()[name])() for name in safe)]
-    callbacks += checkpoint_callbacks(cfg, checked, run_folder)
+    callbacks += [*checkpoint_callbacks(cfg, checked, run_folder), data_report(folder)]
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks)
     import lightning as L
     from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -356,6 +359,23 @@ def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: Ru
     return [best, end]
 
 
+def data_report(folder: Path) -> Any:
+    """Return a callback that prints the data's report before training, and writes the whole of it to `DATA_FILE`."""
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    def show(trainer: Any, _: Any) -> None:
+        report = getattr(trainer.datamodule, "report", None)
+        if report is None:
+            return
+        for table in report.tables():
+            Console(markup=False).print(terminal(table))
+        with (folder / DATA_FILE).open("w", encoding="utf-8") as file:
+            for table in report.tables(tokens=None):
+                Console(file=file, markup=False, width=FILE_WIDTH).print(terminal(table))
+
+    return LambdaCallback(on_fit_start=show)
+
+
 def _say_interrupted(trainer: Any, run_folder: RunFolder) -> None:
     console = Console(stderr=True, markup=False)  # names and overrides may have brackets
     saved = run_folder.last
@@ -402,6 +422,7 @@ def written(trainer: Any, folder: Path) -> dict[str, Path]:
         "metrics": folder / "csv" / "metrics.csv",
         "TensorBoard": folder / "tensorboard",
         "memory": folder / "csv" / "memory.csv",
+        "data": folder / DATA_FILE,
         "configuration": folder / "config.yaml",
     }
     return {what: path for what, path in paths.items() if path is not None and path.exists()}

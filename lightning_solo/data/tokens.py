@@ -60,12 +60,59 @@ class Permutation:
         return (left << self._half) | right
 
 
-class TokenWindows(Dataset[Tensor]):
-    """The tokens of a binary file without a header, in consecutive windows of equal length.
+class TokenFile:
+    """The tokens of a binary file without a header, which is mapped.
 
-    The file is mapped, and the pages of a window are released after its copy. So resident memory grows neither with
-    the file nor with the tokens read. Workers map the file by its path. Tokens after the last whole window are left
-    out.
+    The pages that are read are released after their copy. So resident memory grows neither with the file nor with the
+    tokens read. Workers map the file by its path.
+
+    Args:
+        path: path of the file, which must not change while it is in use.
+        dtype: type of a token in the file: "uint8", "int8", "uint16", "int16", "uint32", "int32" or "int64".
+
+    Raises:
+        FileNotFoundError: there is no file at the path.
+        ValueError: an unknown type, or one that doesn't match the file's size.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], dtype: str = "uint16") -> None:
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
+        self.path = Path(path).absolute()  # workers may have another working directory
+        self.dtype = dtype
+        if not self.path.is_file():
+            raise FileNotFoundError(f"no file of tokens at {self.path}")
+        size, itemsize = self.path.stat().st_size, DTYPES[dtype].itemsize
+        if size % itemsize:
+            raise ValueError(
+                f"{self.path} has {size:,} bytes, which dtype={dtype!r} with {itemsize} bytes a token doesn't divide:"
+                " was it written in another type, or cut off?"
+            )
+        self._tokens: int = size // itemsize
+        self._map: mmap.mmap | None = None
+
+    def __len__(self) -> int:
+        return self._tokens
+
+    def read(self, first: int, count: int) -> Tensor:
+        """Return ``count`` tokens from number ``first`` on, as int64."""
+        if self._map is None:
+            with self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        size = DTYPES[self.dtype].itemsize
+        begin, end = first * size, (first + count) * size
+        tokens = torch.frombuffer(bytearray(self._map[begin:end]), dtype=DTYPES[self.dtype]).long()
+        if hasattr(self._map, "madvise"):
+            page = begin - begin % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, page, end - page)
+        return tokens
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_map": None}
+
+
+class TokenWindows(Dataset[Tensor]):
+    """The tokens of a `TokenFile` in consecutive windows of equal length; those after the last one are left out.
 
     Args:
         path: path of the file, which must not change while it is in use.
@@ -82,27 +129,15 @@ class TokenWindows(Dataset[Tensor]):
     def __init__(
         self, path: str | os.PathLike[str], window: int, dtype: str = "uint16", vocabulary: int | None = None
     ) -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r}: allowed are {', '.join(DTYPES)}")
         for name, value in (("window", window), ("vocabulary", vocabulary)):
             if (value is not None and (not isinstance(value, int) or value < 1)) or (name, value) == ("window", None):
                 raise ValueError(f"{name}={value!r}: allowed are integers from 1 on")
-        self.path = Path(path).absolute()  # workers may have another working directory
+        self.file = TokenFile(path, dtype)
+        self.path, self.dtype, self.tokens = self.file.path, dtype, len(self.file)
         self.window = window
-        self.dtype = dtype
         self.vocabulary = vocabulary
-        if not self.path.is_file():
-            raise FileNotFoundError(f"no file of tokens at {self.path}")
-        size, itemsize = self.path.stat().st_size, DTYPES[dtype].itemsize
-        if size % itemsize:
-            raise ValueError(
-                f"{self.path} has {size:,} bytes, which dtype={dtype!r} with {itemsize} bytes a token doesn't divide:"
-                " was it written in another type, or cut off?"
-            )
-        self.tokens: int = size // itemsize
         if self.tokens < window:
             raise ValueError(f"window={window} is longer than {self.path}, which has {self.tokens:,} tokens of {dtype}")
-        self._map: mmap.mmap | None = None
 
     def __repr__(self) -> str:
         arguments = f"{str(self.path)!r}, {self.window}, dtype={self.dtype!r}, vocabulary={self.vocabulary}"
@@ -114,20 +149,9 @@ class TokenWindows(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        if self._map is None:
-            with self.path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        size = self.window * DTYPES[self.dtype].itemsize
-        first = index * size
-        tokens = torch.frombuffer(bytearray(self._map[first : first + size]), dtype=DTYPES[self.dtype]).long()
-        if hasattr(self._map, "madvise"):
-            page = first - first % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, page, first + size - page)
+        tokens = self.file.read(index * self.window, self.window)
         self._check(tokens, index)
         return tokens
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_map": None}
 
     def _check(self, tokens: Tensor, index: int) -> None:
         low, high = int(tokens.min()), int(tokens.max())

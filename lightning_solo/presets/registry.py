@@ -13,7 +13,10 @@ NAMES: dict[str, dict[str, str]] = {
         "byte_gpt": "lightning_solo.reference.byte_gpt:ByteGPT",
         "hf_causal_lm": "lightning_solo.fine_tuning.causal_lm:HFCausalLM",
     },
-    "data": {"stdlib_text": "lightning_solo.reference.stdlib_text:StdlibText"},
+    "data": {
+        "stdlib_text": "lightning_solo.reference.stdlib_text:StdlibText",
+        "chat": "lightning_solo.fine_tuning.chat:ChatData",
+    },
     "optimizer": {"adamw": "torch.optim.adamw:AdamW", "sgd": "torch.optim.sgd:SGD"},
 }
 """Kind -> name -> class, for models, data and optimizers."""
