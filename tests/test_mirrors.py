@@ -26,6 +26,7 @@ ELSEWHERE = {
     "export/test_conversion.py": "cli/convert",
     "export/test_weights.py": "cli/export export/formats export/sources optim/checkpoint_masters",
     "fine_tuning/test_chat.py": "fine_tuning/chat_report",
+    "fine_tuning/test_trained.py": "cli/generate",
     "kernels/test_adamw_triton.py": "optim/adamw_triton optim/kernels optim/triton_launches",
     "kernels/test_liger.py": "nn/fused_operators nn/liger",
     "kernels/test_optimizers.py": "optim/gpu_kernel optim/operator_kernels",

@@ -25,6 +25,7 @@ COMMANDS = {
     "show": "print a preset as composed: lightning-solo show checkpointing +callback=throughput",
     "report": "draw a run, a sweep or a ladder in one HTML page: lightning-solo report runs/first",
     "export": "write the weights of a run or a checkpoint as one plain file: lightning-solo export runs/first",
+    "generate": 'print the answer of a fine-tuned model: lightning-solo generate runs/first "What is LoRA?"',
     "convert": "make a plain checkpoint of a compact one, or back: lightning-solo convert last.ckpt --to plain",
     "doctor": "print what this machine has and what each preset lacks here; --build compiles DeepSpeed's extensions",
 }

@@ -111,7 +111,7 @@ class FromFolder(L.LightningModule):
         return self
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Record the weights in 4 or 8 bits: a model built from the checkpoint rounds them as well."""
+        """Record the weights in 4 or 8 bits, since a model built from the checkpoint rounds them as well."""
         checkpoint[QUANTIZED] = {
             plain_key(name): (weight.format, str(weight.dtype).removeprefix("torch."))
             for name, weight in quantized_weights_of(self).items()

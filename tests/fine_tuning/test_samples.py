@@ -90,10 +90,10 @@ class Texts(L.pytorch.loggers.Logger):
 def test_samples_are_written_and_logged_and_change_nothing(
     prompts: Any, model_folder: Folder, make_trainer: Make, tmp_path: Path
 ) -> None:
-    states = []
+    states, folder = [], model_folder("Llama")  # made here, since that draws random numbers
     for samples in (prompts, 0):
         torch.manual_seed(0)
-        module = HFCausalLM(str(model_folder("Llama")), samples=samples, sample_tokens=4)
+        module = HFCausalLM(str(folder), samples=samples, sample_tokens=4)
         logger = Texts()
         techniques = [
             solo.callbacks.Adapters(r=2),

@@ -1,0 +1,61 @@
+"""`lightning-solo generate RUN|FILE "prompt"`: prints the answer of a fine-tuned language model, token by token."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightning_solo.cli.options import Parser, positive
+from lightning_solo.errors import CheckpointError
+
+TAKES = 'write: lightning-solo generate RUN|FILE "prompt" [--best] [--max-tokens 256]'
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the answer."""
+    options = parse(arguments)
+    tokens = positive("--max-tokens", options.max_tokens, 256)
+    import torch
+
+    from lightning_solo.export.sources import checkpoint_of
+    from lightning_solo.fine_tuning.samples import answer, prompt_ids
+    from lightning_solo.fine_tuning.trained import load_trained
+
+    file = checkpoint_of(options.source)
+    file = best_of(file) if options.best else file
+    module, tokenizer = load_trained(file, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    from transformers import TextStreamer
+
+    ids = prompt_ids(tokenizer, options.prompt)
+    answer(module.model, tokenizer, ids, tokens, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+    return 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options.
+
+    Raises:
+        PresetError: an unknown option, or no prompt.
+    """
+    parser = Parser("generate", (__doc__ or "").splitlines()[0], TAKES)
+    parser.add_argument("source", type=Path, metavar="RUN|FILE", help="the folder of a run, or a checkpoint")
+    parser.add_argument("prompt", help="the turn of the user, to which the chat template is applied")
+    parser.add_argument("--best", action="store_true", help="the checkpoint with the lowest loss, not the last one")
+    parser.add_argument("--max-tokens", default="256", metavar="N", help="the length of the longest answer")
+    return parser.parse_args(arguments)
+
+
+def best_of(last: Path) -> Path:
+    """Return the checkpoint that a run's last one names as the best.
+
+    Raises:
+        CheckpointError: it names none, or the file is gone.
+    """
+    from lightning_solo.export.sources import read
+
+    states = read(last, inert=True).get("callbacks", {}).values()
+    named = [Path(state["best_model_path"]).name for state in states if state.get("best_model_path")]
+    if not named or not last.with_name(named[0]).is_file():
+        raise CheckpointError(f"{last}: its best checkpoint {named[0] if named else ''} isn't there; drop --best")
+    return last.with_name(named[0])
