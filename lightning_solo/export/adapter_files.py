@@ -19,6 +19,8 @@ from lightning_solo.nn.adapter_weights import (
     load_adapter_weights,
     refuse_other_base,
     require_modules,
+    round_base,
+    rounding_summary,
 )
 from lightning_solo.optim import checkpoint_masters
 
@@ -44,6 +46,8 @@ def merge_adapters(module: nn.Module) -> float:
 
 def load_adapters(module: nn.Module, path: str | Path, name: str | None = None) -> None:
     """Put the adapter of a checkpoint into a module that has the weights it was trained on, and activate it.
+
+    Weights that were in 4 or 8 bits while it was trained are rounded as they were then.
 
     Args:
         module: with the weights of the base.
@@ -73,3 +77,5 @@ def load_adapters(module: nn.Module, path: str | Path, name: str | None = None) 
     refuse_other_base(base_samples(module, config), checkpoint[RECORD]["base"])
     insert(module, config)
     load_adapter_weights(module, config, weights)
+    if rounded := round_base(module, checkpoint[RECORD]["base"]):
+        rank_zero_info(rounding_summary(rounded))

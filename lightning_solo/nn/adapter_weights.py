@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from lightning_solo.nn.adaptation import (
     whole_parameters,
 )
 from lightning_solo.nn.adapted import plain_modules
-from lightning_solo.nn.quantized import weights_in
+from lightning_solo.nn.quantized import QuantizedWeight, quantized, weights_in
 
 RECORD = "adapter"
 """Key of a checkpoint under which the adapter's configuration and what identifies its base are stored."""
@@ -84,18 +84,24 @@ def load_adapter_weights(
 def refuse_other_base(base: Mapping[str, Any] | None, saved: Mapping[str, Any] | None) -> None:
     """Refuse an adapter of other weights than the module has.
 
+    Weights that were in 4 or 8 bits while the adapter was trained may have their numbers from before, or the rounded.
+
     Raises:
         CheckpointError: names, shapes or values differ; the message names the first weights that do.
     """
     if base is None or saved is None:
         return
-    checksums = base["checksums"]
-    other = [key for key, value in saved["checksums"].items() if key in checksums and checksums[key] != value]
+    rounded, checksums = saved.get("rounded", {}), base["checksums"]
+    right = {key: {checksum, *rounded.get(key, ())[1:]} for key, checksum in saved["checksums"].items()}
+    other = [key for key, checksum in checksums.items() if checksum not in right.get(key, {checksum})]
+    other += [key for key, each in base["rounded"].items() if each != rounded.get(key, each)]
     if other or base["names"] != saved["names"]:
-        strange = [
-            key for key in {*checksums, *saved["checksums"]} if (key in checksums) != (key in saved["checksums"])
-        ]
-        why = f"other values in {listed(other)}" if other else f"other weights ({listed(sorted(strange)) or 'shapes'})"
+        now, before = {*checksums, *base["rounded"]}, {*saved["checksums"], *rounded}
+        why = (
+            f"other values in {listed(other)}"
+            if other
+            else f"other weights ({listed(sorted(now ^ before)) or 'shapes'})"
+        )
         raise CheckpointError(
             f"the adapter was trained on a module with {why}: load the same base into the module before its adapter."
             " A module into which adapters were merged is no longer that base: build it anew"
@@ -106,25 +112,71 @@ def base_samples(module: nn.Module, config: AdapterConfig) -> dict[str, Any] | N
     """Return what identifies the frozen weights: a hash of names and shapes, and a checksum of values of each weight.
 
     Values are rounded to bf16 first, so that a base in bf16 is the same as the one in fp32 that it was rounded from.
-    The checksum of a weight that is trained, or that PiSSA changes, is 0, as that of one in 4 or 8 bits.
+    Weights that are trained have no checksum, nor those that PiSSA changes.
 
     Returns:
-        ``names``, ``checksums``; None for a module without values.
+        ``names``; ``checksums`` of plain weights; ``rounded``, format and checksum of each weight in 4 or 8 bits. None
+        for a module without values.
     """
-    tensors = base_tensors(module)
+    tensors, rounded = base_tensors(module), _quantized_tensors(module)
     if any(p.is_meta or isinstance(p, FakeTensor) for p in tensors.values()):
         return None
     unknown = {f"{name}.weight" for name in config.layers} if config.method == "pissa" else set()
     unknown |= whole_parameters(module, config.modules_to_save).keys()
-    names = {key: tuple(p.shape) for key, p in tensors.items()}
-    for name, part in plain_modules(module):
-        names |= {f"{name}.{own}" if name else own: tuple(weight.shape) for own, weight in weights_in(part).items()}
-    order = sorted(names)
-    text = ";".join(f"{key}{names[key]}" for key in order)
-    known = {key: p for key, p in tensors.items() if key not in unknown}
+    names = {key: tuple(p.shape) for key, p in {**tensors, **rounded}.items()}
+    text = ";".join(f"{key}{names[key]}" for key in sorted(names))
     return {
         "names": hashlib.sha256(text.encode()).hexdigest(),
-        "checksums": {key: _checksum(known[key]) for key in order if key in known},
+        "checksums": {key: _checksum(p) for key, p in sorted(tensors.items()) if key not in unknown},
+        "rounded": {key: each for key, each in rounded_samples(module).items() if key not in unknown},
+    }
+
+
+def rounded_samples(module: nn.Module) -> dict[str, list[Any]]:
+    """Return qualified name without adapters -> format and checksum of each weight that is in 4 or 8 bits."""
+    return {key: [w.format, _checksum(w.dequantized())] for key, w in _quantized_tensors(module).items()}
+
+
+def plain_that_were_rounded(module: nn.Module, saved: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return name -> format of each plain weight that was in 4 or 8 bits while an adapter was trained, unless rounded.
+
+    Args:
+        module: possibly with the adapter.
+        saved: the base of the adapter, from `base_samples`.
+    """
+    tensors, rounded = base_tensors(module), (saved or {}).get("rounded", {})
+    return {
+        key: form for key, (form, checksum) in rounded.items() if key in tensors and _checksum(tensors[key]) != checksum
+    }
+
+
+@torch.no_grad()
+def round_base(module: nn.Module, saved: Mapping[str, Any] | None) -> list[str]:
+    """Round weights as they were while an adapter was trained; return the names of those that weren't rounded before.
+
+    Raises:
+        CheckpointError: a rounded weight isn't the one on which the adapter was trained.
+    """
+    plain, tensors = plain_that_were_rounded(module, saved), base_tensors(module)
+    for key, form in plain.items():
+        tensors[key].data = quantized(tensors[key].detach(), form).dequantized()
+    if wrong := plain_that_were_rounded(module, saved):
+        raise CheckpointError(
+            f"the adapter was trained on other values in {listed(wrong)}: load the same base before it"
+        )
+    return list(plain)
+
+
+def rounding_summary(names: Sequence[str]) -> str:
+    """Return a line about what `round_base` returned."""
+    return f"adapters: {len(names)} weights are rounded as in the run that trained the adapter: {listed(names)}"
+
+
+def _quantized_tensors(module: nn.Module) -> dict[str, QuantizedWeight]:
+    return {
+        f"{name}.{own}" if name else own: weight
+        for name, part in plain_modules(module)
+        for own, weight in weights_in(part).items()
     }
 
 

@@ -384,7 +384,13 @@ def test_other_base_is_refused_by_the_name_of_its_weight() -> None:
     adapter_weights.refuse_other_base(adapter_weights.base_samples(rounded, chosen), saved)
     small = copy.deepcopy(module).requires_grad_(False)
     quantize(small.blocks[0].up, {"weight": quantized(small.blocks[0].up.weight, "int8")})
-    adapter_weights.refuse_other_base(adapter_weights.base_samples(small, chosen), saved)
+    other_bits = copy.deepcopy(small)
+    in_8_bits = adapter_weights.base_samples(small, chosen)
+    adapter_weights.refuse_other_base(in_8_bits, saved)
+    adapter_weights.refuse_other_base(in_8_bits, in_8_bits)
+    other_bits.blocks[0].up.weight = -small.blocks[0].up.weight
+    with pytest.raises(CheckpointError, match=mentions("blocks.0.up.weight", "same base")):
+        adapter_weights.refuse_other_base(adapter_weights.base_samples(other_bits, chosen), in_8_bits)
     put_in(module)
     adapter_weights.refuse_other_base(adapter_weights.base_samples(module, chosen), saved)
     adaptation.plain(module.blocks[1].down).weight.data += 1

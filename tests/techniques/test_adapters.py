@@ -17,6 +17,7 @@ from lightning_solo.export.adapter_files import load_adapters, merge_adapters
 from lightning_solo.export.weights import export_weights
 from lightning_solo.nn import adaptation
 from lightning_solo.nn.adaptation import plain_key
+from lightning_solo.nn.adapted import plain
 from lightning_solo.nn.adapter_merging import remove_adapters
 from lightning_solo.nn.quantized import quantize, quantized
 from lightning_solo.planner.device import device
@@ -328,18 +329,48 @@ def test_running_statistics_that_have_changed_are_saved_and_resumed(make_trainer
     assert all(torch.equal(p, q) for p, q in zip(whole.state_dict().values(), rest.state_dict().values(), strict=True))
 
 
-def test_best_checkpoint_is_tested_in_the_same_module_and_in_a_new_one(make_trainer: Make, tmp_path: Path) -> None:
-    module, path = saved(make_trainer, tmp_path)
-    expected = module.trainer.test(module, loader(2, width=WIDTH), verbose=False)
-    first = expected[0]["test/loss"]
-    module.trainer.fit_loop.max_epochs = 2
-    module.trainer.fit(module, loader(6, width=WIDTH))
-    (later,) = module.trainer.test(module, loader(2, width=WIDTH), verbose=False)
-    assert later["test/loss"] != first
-    for each in (module, module_of()):
+@pytest.mark.parametrize("base", ["plain", "int8"])
+def test_best_checkpoint_is_tested_in_the_same_module_and_in_a_new_one(
+    base: str, make_trainer: Make, tmp_path: Path
+) -> None:
+    techniques = [QuantizedBase(base)] if base == "int8" else []
+    path, tests = tmp_path / "1.ckpt", loader(2, width=WIDTH)
+
+    class Save(L.Callback):
+        def on_validation_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch + 1}.ckpt")
+            losses.append(trainer.callback_metrics["validation/loss"].item())
+
+    losses: list[float] = []
+    module = module_of()
+    trainer = make_trainer(L, callbacks=[Adapters(r=4), *techniques, Save()], max_epochs=2)
+    trainer.fit(module, loader(6, width=WIDTH), tests)
+    assert losses[0] != losses[1]
+    other = module_of()
+    load_adapters(other, path)
+    rounded = not torch.equal(plain(other.net.blocks[0].up).weight, module_of().net.blocks[0].up.weight)
+    assert rounded is (base == "int8")
+    for each, at in ((module, path), (module_of(), path), (other, None)):
         trainer = make_trainer(L, callbacks=[Adapters(r=4)])
-        (result,) = trainer.test(each, loader(2, width=WIDTH), ckpt_path=path, weights_only=True, verbose=False)
-        assert result["test/loss"] == first
+        (result,) = trainer.test(each, tests, ckpt_path=at, weights_only=True, verbose=False)
+        assert result["test/loss"] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_adapter_of_a_base_in_8_bits_is_continued_on_that_base(make_trainer: Make, tmp_path: Path) -> None:
+    class Save(L.Callback):
+        def on_train_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    fit(make_trainer, Adapters(r=4), QuantizedBase("int8"), Save())
+    resumed: dict[str, Any] = {"max_epochs": 2, "ckpt_path": tmp_path / "a.ckpt", "weights_only": True}
+    with pytest.raises(CheckpointError, match=mentions("net.blocks.0.up.weight", "callback.quantized_base", "int8")):
+        fit(make_trainer, Adapters(r=4), **resumed)
+    other = module_of()
+    plain_weight = other.net.blocks[0].up.weight.clone()
+    other.net.blocks[0].up.weight.data.neg_()
+    with pytest.raises(CheckpointError, match=mentions("net.blocks.0.up.weight", "same base")):
+        load_adapters(other, tmp_path / "a.ckpt")
+    assert torch.equal(other.net.blocks[0].up.weight, -plain_weight)
 
 
 def test_adapters_of_a_checkpoint_are_loaded_beside_others(make_trainer: Make, tmp_path: Path) -> None:

@@ -11,7 +11,15 @@ from lightning_solo.attributes import replaced
 from lightning_solo.errors import CheckpointError, listed
 from lightning_solo.nn.adaptation import AdapterConfig
 from lightning_solo.nn.adapter_targets import OPTION
-from lightning_solo.nn.adapter_weights import RECORD, load_adapter_weights, refuse_other_base, trained_keys
+from lightning_solo.nn.adapter_weights import (
+    RECORD,
+    load_adapter_weights,
+    plain_that_were_rounded,
+    refuse_other_base,
+    round_base,
+    rounding_summary,
+    trained_keys,
+)
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Checkpoint
@@ -84,6 +92,8 @@ class AdapterCheckpoint(Checkpoint):
             )
         refuse_other_base(technique.base, record["base"])
         module = self._ctx.module
+        if not self._ctx.training and (rounded := round_base(module, record["base"])):
+            self._ctx.info(rounding_summary(rounded))
         load = partial(self._load, type(module).load_state_dict.__get__(module))
         with replaced(module, "load_state_dict", load):
             yield
@@ -94,3 +104,18 @@ class AdapterCheckpoint(Checkpoint):
         buffers = load_adapter_weights(self._ctx.module, technique.config, weights, partial(stock, **options))
         technique.loaded = buffers
         return [], []  # nothing is missing, and nothing unknown
+
+    def load_states(self, proceed: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states of the same frozen weights.
+
+        Raises:
+            CheckpointError: the adapter was trained on weights in 4 or 8 bits, and these are plain.
+        """
+        if plain := plain_that_were_rounded(self._ctx.module, checkpoint.get(RECORD, {}).get("base")):
+            name, form = next(iter(plain.items()))
+            raise CheckpointError(
+                f"the checkpoint's adapter was trained on weights in 4 or 8 bits, as {name} in {form}, and the module's"
+                f" are plain; add callback.quantized_base with format={form}, or start a new run after"
+                " solo.load_adapters(module, path), which rounds them"
+            )
+        proceed(checkpoint)

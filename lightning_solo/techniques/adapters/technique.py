@@ -23,7 +23,7 @@ from lightning_solo.nn.adaptation import (
 )
 from lightning_solo.nn.adapter_merging import merge, merge_summary, remove_adapters
 from lightning_solo.nn.adapter_targets import OPTION, feed_forward_outputs, named_modules_of, targets_of
-from lightning_solo.nn.adapter_weights import base_samples
+from lightning_solo.nn.adapter_weights import base_samples, rounded_samples
 from lightning_solo.nn.rollback import Unchanged
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -183,9 +183,10 @@ class Adapters(Technique, Settings):
         """Begin to note which buffers change, such as running statistics: checkpoints hold those."""
         super().on_train_start(trainer, pl_module)
         self.buffers = Unchanged(dict(pl_module.named_buffers()))
-
         self._unreached = {}
         self._batches = 0
+        if self.base is not None:
+            self.base["rounded"] = rounded_samples(pl_module)
         if self.ctx is None or self.config is None:
             return
         for name, p in adapter_parameters(pl_module, self.config.name).items():
