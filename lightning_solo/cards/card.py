@@ -20,6 +20,7 @@ RESOURCES = {
     "batches": "the batches that the loader yields",
     "device_peak": "the device's peak counters",
     "gradients": "`.grad` of the parameters, between backward and the step",
+    "layers": "the layers of the module",
     "loss": "the loss that backward starts from",
     "micro_batches": "the parts in which a batch runs through forward and backward",
     "micro_batch_weights": "the weight of each micro-batch in its optimizer step",

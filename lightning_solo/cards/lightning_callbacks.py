@@ -10,7 +10,9 @@ from lightning_solo.errors import ConflictError
 # Class name (the same in both homes of Lightning) -> resource -> what to write instead
 CALLBACKS = {
     "BaseFinetuning": {
-        "optimizer_states": "freeze with requires_grad_(False) before the fit, and fit again for the next phase"
+        "optimizer_states": "freeze with requires_grad_(False) before the fit, and fit again for the next phase",
+        "trained_parameters": "leave the choice to the technique; lightning_solo.LayerFreezing (+callback=layer_freezing)"
+        " unfreezes blocks by milestones",
     },
     "BatchSizeFinder": {"weights": "try sizes with trainer.limit_train_batches=2"},
     "GradientAccumulationScheduler": {
@@ -21,8 +23,12 @@ CALLBACKS = {
     "StochasticWeightAveraging": {
         "weights": "average saved checkpoints, which are plain state dicts",
         "accumulation_factor": "average with Lightning's WeightAveraging, which leaves the factor alone",
+        "layers": "average saved checkpoints: it copies the module before its layers change",
     },
-    "WeightAveraging": {"weights": "average saved checkpoints, which are plain state dicts"},
+    "WeightAveraging": {
+        "weights": "average saved checkpoints, which are plain state dicts",
+        "layers": "average saved checkpoints: it copies the module before its layers change",
+    },
 }
 
 

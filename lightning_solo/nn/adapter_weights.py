@@ -123,7 +123,7 @@ def base_samples(module: nn.Module, config: AdapterConfig) -> dict[str, Any] | N
         return None
     unknown = {f"{name}.weight" for name in config.layers} if config.method == "pissa" else set()
     unknown |= whole_parameters(module, config.modules_to_save).keys()
-    names = {key: tuple(p.shape) for key, p in {**tensors, **rounded}.items()}
+    names = {key: tuple(each.shape) for part in (tensors, rounded) for key, each in part.items()}
     text = ";".join(f"{key}{names[key]}" for key in sorted(names))
     return {
         "names": hashlib.sha256(text.encode()).hexdigest(),

@@ -26,6 +26,7 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.adapters.technique import Adapters
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.exact_resume.technique import ExactResume
+from lightning_solo.techniques.layer_freezing.technique import LayerFreezing
 from lightning_solo.techniques.quantized_base.technique import QuantizedBase
 from lightning_solo.techniques.safe_checkpoint.technique import SafeCheckpoint
 from lightning_solo.units import GiB
@@ -512,6 +513,23 @@ def test_bad_settings_are_named(make_trainer: Make, options: Any, named: list[st
     with pytest.raises(error, match=mentions(*named)):
         fit(make_trainer, Adapters(**options), module=module)
     assert list(module.state_dict()) == keys
+
+
+@pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging", "BackboneFinetuning"])
+def test_callback_that_copies_or_unfreezes_the_module_is_refused(name: str, make_trainer: Make) -> None:
+    for technique in (Adapters(r=4), QuantizedBase("int8"), LayerFreezing(trained_blocks=1)):
+        callback = getattr(L.callbacks, name)(**{"swa_lrs": 1e-3} if name.startswith("Stoch") else {})
+        module = module_of()
+        module.backbone = module.net.blocks.requires_grad_(not isinstance(technique, QuantizedBase))
+        keys = list(module.state_dict())
+        if "Averaging" in name and isinstance(technique, LayerFreezing):  # changes no layers
+            fit(make_trainer, technique, callback, module=module, max_epochs=2)
+            continue
+        with pytest.raises(
+            ConflictError, match=mentions(f"callback.{technique.technique}", name, "remove the callback")
+        ):
+            fit(make_trainer, technique, callback, module=module)
+        assert list(module.state_dict()) == keys
 
 
 def test_module_trained_whole_in_4_bits_is_refused(make_trainer: Make) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed
 from lightning_solo.nn.adaptation import (
     AdapterConfig,
@@ -74,11 +75,13 @@ class Adapters(Technique, Settings):
 
         Raises:
             NothingToDoError: a name or pattern matches nothing.
-            ConflictError: a pattern matches a layer that can't have an adapter; or the module has other adapters.
+            ConflictError: a pattern matches a layer that can't have an adapter; or the module has other adapters; or a
+                callback of Lightning copies the module or unfreezes it.
         """
         ctx.undo.enter_context(patches.conversion_around(ctx.strategy.precision_plugin, self._kept_types))
         if not ctx.training:
             return
+        refuse_callbacks(OPTION, frozenset({"layers", "trained_parameters"}), ctx.trainer.callbacks)
         self.enter(ctx)
         assert self.config is not None
         flags = {name: p.requires_grad for name, p in base_tensors(ctx.module).items()}

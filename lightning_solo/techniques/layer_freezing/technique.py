@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import NothingToDoError, PresetError
 from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.freezing import Depths, matching, split_groups
@@ -45,9 +46,11 @@ class LayerFreezing(Technique, Settings):
         Raises:
             NothingToDoError: nothing is to be frozen, or a pattern matches nothing, or there are no blocks.
             PresetError: nothing would be trained, or there are fewer blocks than a setting says.
+            ConflictError: a callback of Lightning unfreezes parts, too.
         """
         if not ctx.training:
             return
+        refuse_callbacks(OPTION, frozenset({"trained_parameters"}), ctx.trainer.callbacks)
         module = ctx.module
         by_depth = self.most_blocks is not None or self.rate_decay != 1
         blocks = named_blocks(module, self.blocks, f"{OPTION}.blocks") if by_depth else {}

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import CheckpointError, ConflictError, listed
-from lightning_solo.nn.quantizable import Choice, chosen_weights
+from lightning_solo.nn.quantizable import OPTION, Choice, chosen_weights
 from lightning_solo.nn.quantized import QuantizedWeight, quantize, quantized, quantized_weights_of, with_plain_weights
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Checkpoint, Technique
@@ -44,8 +45,10 @@ class QuantizedBase(Technique, Settings):
 
         Raises:
             NothingToDoError: no frozen weight can be quantized, or a pattern matches none.
-            ConflictError: a pattern matches a weight that is trained, or peft's ``modules_to_save`` a quantized layer.
+            ConflictError: a pattern matches a weight that is trained, or peft's ``modules_to_save`` a quantized layer;
+                or a callback of Lightning copies the module or unfreezes it.
         """
+        refuse_callbacks(OPTION, frozenset({"layers", "trained_parameters"}), ctx.trainer.callbacks)
         before = quantized_weights_of(ctx.module)
         if copies := [name.rpartition(".")[0] for name in before if "modules_to_save" in name.split(".")]:
             raise ConflictError(
