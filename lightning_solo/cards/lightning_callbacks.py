@@ -11,8 +11,7 @@ from lightning_solo.errors import ConflictError
 CALLBACKS = {
     "BaseFinetuning": {
         "optimizer_states": "freeze with requires_grad_(False) before the fit, and fit again for the next phase",
-        "trained_parameters": "leave the choice to the technique; lightning_solo.LayerFreezing (+callback=layer_freezing)"
-        " unfreezes blocks by milestones",
+        "trained_parameters": "leave the choice to the technique",
     },
     "BatchSizeFinder": {"weights": "try sizes with trainer.limit_train_batches=2"},
     "GradientAccumulationScheduler": {
