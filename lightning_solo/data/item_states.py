@@ -16,6 +16,11 @@ from lightning_solo.random_states import OwnSources, get_states, global_sources,
 LOOKS = 3
 """Batches after which items that drew no random numbers are taken to draw none."""
 
+BEYOND_LIMIT = (
+    "the workers of DataLoader(persistent_workers=True) have drawn random numbers for items that limit_train_batches"
+    " left out, which a resumed run doesn't know; write persistent_workers=False"
+)
+
 
 class ItemStates:
     """States of the generators that a loader, its samplers, its data set and its workers hold.
@@ -113,11 +118,7 @@ class ItemStates:
         """
         loader, before = self._loader, states["num_workers"]
         if cut and loader.persistent_workers and states["draws"]:
-            raise CheckpointError(
-                "the workers of DataLoader(persistent_workers=True) have drawn random numbers for items that"
-                " limit_train_batches left out, which a resumed run doesn't know; write persistent_workers=False in the"
-                " saved run too, or ~callback.exact_resume"
-            )
+            raise CheckpointError(f"{BEYOND_LIMIT} in the saved run too, or ~callback.exact_resume")
         if before != loader.num_workers and states["draws"] and (within or loader.persistent_workers):
             raise CheckpointError(
                 f"the checkpoint was saved with DataLoader(num_workers={before}), here it is {loader.num_workers}, and"
@@ -133,6 +134,10 @@ class ItemStates:
     def before_batch(self) -> None:
         """Keep the states before a batch is fetched."""
         self._before.append((self.random.get(), self._global() if self._looks < LOOKS else None))
+
+    def without_batch(self) -> None:
+        """Forget the states that were kept for a batch that there isn't."""
+        self._before.pop()
 
     def after_batch(self, batch: Any, *, order_draws: bool) -> Any:
         """Return the batch that was fetched, without what its worker sent along.

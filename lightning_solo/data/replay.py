@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
@@ -119,9 +121,9 @@ class Replay(Iterator[Any]):
     def _other(self, record: Mapping[str, Any]) -> CheckpointError:
         return CheckpointError(
             f"{self._name} doesn't return the same order again: its first {record['drawn']} batches differ from those"
-            " that the saved run trained on. Resume with the same data set and arguments; if it draws from a generator"
-            " that isn't an attribute of it, make it one, or give it state_dict and load_state_dict; resume from the"
-            " end of an epoch; or write ~callback.exact_resume to begin the epoch anew"
+            " that the saved run trained on. Resume with the same data set and arguments; if the order depends on a"
+            " generator or count that isn't an attribute of it, make it one, or give it state_dict and load_state_dict"
+            " with its position in the epoch; or write ~callback.exact_resume to begin the epoch anew"
         )
 
     def _next(self) -> Any:
@@ -151,23 +153,48 @@ class StatefulOrder(Iterator[Any]):
         owner: the part.
         count: values that have been returned before.
         kept: latest states that are kept.
+
+    Raises:
+        CheckpointError: a resumed order whose states have no position.
     """
 
     def __init__(self, iterator: Iterator[Any], owner: Any, count: int, kept: int) -> None:
         self._owner = owner
         self._iterator = iterator
-        self._count = count
+        self._count = self._first = count
+        self._constant = False  # whether the state is the same after two values
         self._states: deque[tuple[int, Any]] = deque([(count, deepcopy(owner.state_dict()))], maxlen=kept)
 
     def __next__(self) -> Any:
         value = next(self._iterator)
         self._count += 1
-        self._states.append((self._count, deepcopy(self._owner.state_dict())))
+        state = deepcopy(self._owner.state_dict())
+        if self._count == self._first + 2 and pickle.dumps(state) == pickle.dumps(self._states[-1][1]):
+            if self._first:
+                raise unknown_order(self._owner)
+            self._constant = True
+            warnings.warn(
+                f"ExactResume: within an epoch a resume will fail: {_without_position(self._owner)}", stacklevel=2
+            )
+        self._states.append((self._count, state))
         return value
 
     def state(self, count: int) -> dict[str, Any]:
         """Return the part's state after ``count`` values."""
-        return {"sampler": dict(self._states)[count]}
+        return {"sampler": dict(self._states)[count], "constant": self._constant}
+
+
+def unknown_order(owner: Any) -> CheckpointError:
+    """Return the error for a part whose ``state_dict`` has no position."""
+    return CheckpointError(f"{_without_position(owner)}, or write ~callback.exact_resume to begin the epoch anew")
+
+
+def _without_position(owner: Any) -> str:
+    name = type(owner).__name__
+    return (
+        f"the state_dict of {name} is the same after two batches, so it lacks the position in the epoch: add the number"
+        " of values that were returned, and skip as many in the first __iter__ after load_state_dict"
+    )
 
 
 def _numbers(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +12,28 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_solo.data.item_states import ItemStates
+from lightning_solo.data.changing_attributes import ChangingAttributes
+from lightning_solo.data.item_states import BEYOND_LIMIT, ItemStates
 from lightning_solo.data.loaders import Resumable
-from lightning_solo.data.replay import Replay, StatefulOrder, draws_at_once
+from lightning_solo.data.replay import Replay, StatefulOrder, draws_at_once, unknown_order
 from lightning_solo.data.worker_states import KEPT
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.random_states import OwnSources
 
 REPLAYED = "replayed"
 """A key of a state of `Replayed`, and of no other loader's."""
+
+
+def _is_sized(loader: Any) -> bool:
+    try:
+        return len(loader) >= 0
+    except (TypeError, NotImplementedError):
+        return False
+
+
+def _begun(record: Mapping[str, Any] | None, loader: Any) -> Mapping[str, Any] | None:
+    """Return a record, or None if nothing was drawn and the iterator is made in the random states of that time."""
+    return None if record and not record["drawn"] and not _is_sized(loader) else record
 
 
 def is_stateful(thing: Any) -> bool:
@@ -47,7 +61,7 @@ class _Order:
         done = 0 if resumed is None else resumed["done"]
         if self.stateful is not None:
             if resumed is not None:
-                self.stateful.load_state_dict(copy.deepcopy(resumed["order"]["sampler"]))
+                load_order(self.stateful, resumed["order"])
             ahead = loader.num_workers * (loader.prefetch_factor or 0)
             self.latest = StatefulOrder(iter(self.sampler), self.stateful, done, ahead + KEPT)
         else:
@@ -66,12 +80,14 @@ class _Position:
         done: batches that were returned.
         ended: whether these are all of the epoch's batches.
         order: the iterator with the order; None before the first epoch.
+        attributes: of samplers, from before the iterator was made.
         before: records of the positions before the latest batches.
     """
 
     done: int = 0
     ended: bool = False
     order: Any = None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
     before: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT - 1))
 
 
@@ -83,13 +99,14 @@ class Replayed(Resumable):
     run trained on; their items aren't loaded. Where there is no order to be drawn, as for an iterable data set, batches
     are loaded and dropped, if ``fast_forward`` allows it.
 
-    Its state has the last two positions, the newest last.
+    Its state has the last positions, the newest last.
     """
 
-    _fast_forward = False
+    _fast_forward = _warned = False
     _batches_used: float = float("inf")
     _at: _Position
     _order_of_items: _Order
+    _attributes: ChangingAttributes
     _to_resume: Mapping[str, Any] | None = None
 
     def prepare(self, fast_forward: bool, batches_used: float) -> None:
@@ -104,6 +121,8 @@ class Replayed(Resumable):
             _fast_forward=fast_forward, _batches_used=batches_used, _at=_Position(), _to_resume=None,
             items=ItemStates(self), _order_of_items=_Order(self, sampler),
         )  # fmt: skip
+        counting = [] if self._has_order else [self.dataset, self]
+        self._attributes = ChangingAttributes([sampler, getattr(sampler, "sampler", sampler)], counting)
 
     @property
     def _has_order(self) -> bool:
@@ -136,11 +155,14 @@ class Replayed(Resumable):
     def _remaining(self) -> Iterator[Any]:
         resumed, self._to_resume = self._to_resume, None
         assert self.items is not None
+        stateful = self._order_of_items.stateful is not None or self._saves_itself
+        if resumed is not None and (resumed["ended"] or not stateful):
+            self._attributes.put(resumed.get("attributes", {}))
         if resumed is not None and resumed["ended"]:
             self._at = _Position(resumed["done"], ended=True)
             return _Remaining(self, self._at, self.items.at_end())
         done = 0 if resumed is None else resumed["done"]
-        self._at = position = _Position(done)
+        self._at = position = _Position(done, attributes=self._attributes.get())
         record = None if resumed is None else resumed["order"]
         if self._has_order:
             order = self._order_of_items
@@ -149,40 +171,56 @@ class Replayed(Resumable):
             order.resumed, position.order = None, order.latest
         elif self._saves_itself:
             if record is not None:
-                self.dataset.load_state_dict(copy.deepcopy(record["sampler"]))  # type: ignore[attr-defined]
+                load_order(self.dataset, record)
             iterate = super(Resumable, self).__iter__
             iterator = self.items.start(lambda: StatefulOrder(iterate(), self.dataset, done, KEPT), done)
             position.order = iterator
         else:
             iterate = super(Resumable, self).__iter__
             name = type(self.dataset).__name__
+            record = _begun(record, self)
             position.order = iterator = Replay(iterate, self.items.random, name, record, done, digests=False)
         return _Remaining(self, position, iterator)
 
-    def _record(self, back: int = 0) -> dict[str, Any]:
+    def _record(self) -> dict[str, Any]:
         at = self._at
         assert self.items is not None
-        order = {} if at.order is None else at.order.state(at.done)
-        return {"done": at.done, "ended": at.ended, "order": order, "items": self.items.saved(back)}
+        ended = at.ended or at.done == self._batches_used or (self._is_sized and at.done == len(self))
+        return {
+            "done": at.done,
+            "ended": ended,
+            "order": {} if at.order is None else at.order.state(at.done),
+            "attributes": self._attributes.get() if ended else at.attributes,
+            "items": self.items.saved(),
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions before and after the latest batch."""
+        """Return the positions before the latest batches, and after the last one."""
         at, items = self._at, self.items
         assert items is not None
         if self._to_resume is not None:  # not iterated since
             return {REPLAYED: [self._to_resume]}
-        done = at.done == self._batches_used or (self._is_sized and at.done == len(self))
         record = self._record()
-        record["ended"] = at.ended or done
-        before = [{**record, **at.before[-1], "ended": False, "items": items.saved(1)}] if at.before else []
+        earlier = {**record, "ended": False, "attributes": at.attributes}
+        count = len(at.before)
+        before = [{**earlier, **each, "items": items.saved(count - n)} for n, each in enumerate(at.before)]
         return {REPLAYED: [*before, record]}
 
     @property
     def _is_sized(self) -> bool:
-        try:
-            return len(self) >= 0
-        except TypeError:
-            return False
+        return _is_sized(self)
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether an epoch uses only a part of the batches."""
+        return self._batches_used < (len(self) if self._is_sized else float("inf"))
+
+    def warn_of_draws(self) -> None:
+        """Warn once of random numbers that are drawn for batches beyond those that an epoch uses."""
+        assert self.items is not None
+        if self.persistent_workers and self.items.workers.draws and self._is_cut and not self._warned:
+            self._warned = True
+            warnings.warn(f"ExactResume: a resume will be refused: {BEYOND_LIMIT}", stacklevel=2)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the newest position of a state.
@@ -201,8 +239,7 @@ class Replayed(Resumable):
             what = type(self.dataset) if isinstance(self.dataset, IterableDataset) else type(self).__bases__[1]
             raise unknown_position(what, record["done"])
         assert self.items is not None
-        cut = self._batches_used < (len(self) if self._is_sized else float("inf"))
-        self.items.load(record["items"], within=within, cut=cut)
+        self.items.load(record["items"], within=within, cut=self._is_cut)
         self._to_resume = record if within or record["ended"] else None
 
 
@@ -224,13 +261,28 @@ class _Remaining(Iterator[Any]):
             batch = next(self._iterator)
         except StopIteration:
             position.ended = True
+            items.without_batch()
+            if position.order is not None:
+                position.before.pop()
             raise
         if isinstance(self._iterator, Replay):  # a loader that is loaded again from its start
             position.done += 1
             return batch
         batch = items.after_batch(batch, order_draws=not position.done)
         position.done += 1
+        self._loader.warn_of_draws()
         return batch
+
+
+def load_order(owner: Any, record: Mapping[str, Any]) -> None:
+    """Load a position into the sampler or data set that saved it.
+
+    Raises:
+        CheckpointError: what it saved has no position.
+    """
+    if record.get("constant"):
+        raise unknown_order(owner)
+    owner.load_state_dict(copy.deepcopy(record["sampler"]))
 
 
 def _raising(error: Exception) -> Iterator[Any]:
@@ -265,6 +317,8 @@ class ReplayedIterable:
         self._done, self._ended = 0, False
         self._replay: Replay | None = None
         self._to_resume: Mapping[str, Any] | None = None
+        self._attributes = ChangingAttributes([], [loader])
+        self._at_start: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader" or name.startswith("__"):  # during a copy, for example
@@ -278,10 +332,14 @@ class ReplayedIterable:
         resumed, self._to_resume = self._to_resume, None
         self._done = 0 if resumed is None else resumed["done"]
         self._ended = resumed is not None and resumed["ended"]
+        if resumed is not None:
+            self._attributes.put(resumed.get("attributes", {}))
         if self._ended:
             return iter(())
+        self._at_start = self._attributes.get()
         record, random = None if resumed is None else resumed["order"], OwnSources(loader=self.loader)
         make, name = functools.partial(iter, self.loader), type(self.loader).__name__
+        record = _begun(record, self.loader)
         self._replay = Replay(make, random, name, record, self._done, digests=False)
         return self._batches(self._replay)
 
@@ -292,14 +350,18 @@ class ReplayedIterable:
         self._ended = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the positions before and after the latest batch."""
+        """Return the positions before the latest batches, and after the last one."""
         if self._to_resume is not None:  # not iterated since
             return {REPLAYED: [self._to_resume]}
         order = {} if self._replay is None else self._replay.state(self._done)
-        done = self._done
-        record = {"done": done, "ended": self._ended or done == self._batches_used, "order": order}
-        before = {"done": done - 1, "ended": False, "order": {**order, "drawn": done - 1}}
-        return {REPLAYED: [before, record] if done else [record]}
+        done, ended = self._done, self._ended or self._done == self._batches_used
+        attributes = self._attributes.get() if ended else self._at_start
+        record = {"done": done, "ended": ended, "order": order, "attributes": attributes}
+        before = [
+            {"done": number, "ended": False, "order": {**order, "drawn": number}, "attributes": self._at_start}
+            for number in range(max(0, done - KEPT + 1), done)
+        ]
+        return {REPLAYED: [*before, record]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the newest position of a state.

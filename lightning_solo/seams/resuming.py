@@ -31,8 +31,9 @@ def places(
 
     Args:
         trainer: that fits.
-        at: gets ``"epoch_start"``, ``"batch"``, ``"batch_done"`` (before its validation), ``"validation"``,
-            ``"between"`` (batches), ``"epoch_end"`` (hooks) or ``"epoch_done"``.
+        at: gets ``"first_fetch"`` (before the iterator of a further epoch is made), ``"epoch_start"``, ``"batch"``,
+            ``"batch_done"`` (before its validation), ``"validation"``, ``"between"`` (batches), ``"epoch_end"`` (hooks)
+            or ``"epoch_done"``.
         resumed: returns the `place_of` the checkpoint and its hooks; None for a fit from the start.
 
     Yields:
@@ -42,7 +43,7 @@ def places(
     validation = epoch.val_loop
     runs = {"fit": fit.run, "reset": fit.reset, "start": fit.on_advance_start, "advance": fit.advance}
     ends = {"epoch": fit.on_advance_end, "batch": epoch.on_advance_end}
-    advance, validate = epoch.advance, validation.run
+    advance, validate, begin_epoch = epoch.advance, validation.run, epoch.on_run_start
     place: str | None = None
     hooks, steps = _Hooks(trainer), ExitStack()
 
@@ -77,6 +78,11 @@ def places(
     def advance_epoch() -> None:
         if place != "epoch_end":
             runs["advance"]()
+
+    def on_batches_start(data_fetcher: Any) -> None:
+        if trainer.current_epoch > 0 and not fit.is_resuming and not epoch.restarting:  # it makes the iterator
+            at("first_fetch")
+        begin_epoch(data_fetcher)
 
     def on_epoch_end() -> None:
         nonlocal place
@@ -132,6 +138,7 @@ def places(
             (fit, "on_advance_start", on_epoch_start),
             (fit, "advance", advance_epoch),
             (fit, "on_advance_end", on_epoch_end),
+            (epoch, "on_run_start", on_batches_start),
             (epoch, "advance", advance_batch),
             (epoch, "on_advance_end", on_batch_end),
             (validation, "run", run_validation),
@@ -218,6 +225,17 @@ def fetched_ahead(trainer: Any) -> int:
     loop = trainer.fit_loop
     progress = loop.epoch_loop.batch_progress.current
     return 0 if loop._data_fetcher is None else max(0, int(loop._data_fetcher.fetched - progress.processed))
+
+
+def fetches_ahead(trainer: Any) -> bool:
+    """Return whether each batch is fetched while its predecessor is trained on, since their number is unknown."""
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher is not None and fetcher.length is None
+
+
+def fetches_first(trainer: Any) -> bool:
+    """Return whether a batch is fetched as an epoch's iterator is made, where no fit can be continued."""
+    return fetches_ahead(trainer) and trainer.fit_loop._data_fetcher.fetched == 0
 
 
 def _settle(trainer: Any, place: str) -> None:

@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 import lightning_solo as solo
 from lightning_solo.errors import CheckpointError, ConflictError
+from lightning_solo.seams import patches, resuming
 from lightning_solo.techniques.exact_resume.technique import ExactResume
 from tests.conftest import long
 from tests.messages import mentions
@@ -135,23 +136,42 @@ def assert_equal(one: Any, other: Any) -> None:
     assert trainer.current_epoch == resumed.current_epoch
 
 
+class SavesBeforeFetch(Saves):
+    """Saves before a batch is fetched, as `SafeCheckpoint` does after a signal."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        save = self._saving("fetch")
+
+        def begin(with_epoch: bool = False) -> None:
+            if not with_epoch and not resuming.fetches_first(trainer):
+                save(trainer, module)
+
+        self.fetches = patches.fetches(trainer, begin, lambda: None)
+        self.fetches.__enter__()
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.fetches.__exit__(None, None, None)
+
+
 def check(
     make_trainer: Make,
     folder: Path,
     data: Callable[[], Any],
     *hooks: str,
     only: Container[int] = range(99),
+    saves: Saves | None = None,
+    fast_forward: bool = False,
     **arguments: Any,
 ) -> None:
     """Compare a run that is resumed from each checkpoint with the run that saved them and with one without it."""
     plain = fit(make_trainer, data, **arguments)
-    saves = Saves(folder, *hooks, only=only)
-    whole = fit(make_trainer, data, ExactResume(), saves, **arguments)
+    saves = saves or Saves(folder, *hooks, only=only)
+    whole = fit(make_trainer, data, ExactResume(fast_forward=fast_forward), saves, **arguments)
     assert plain[0].losses == whole[0].losses
     assert_equal(plain, whole)
     assert saves.saved
     for path, losses, means in saves.saved:
-        rest = fit(make_trainer, data, ExactResume(), path=path, **arguments)
+        rest = fit(make_trainer, data, ExactResume(fast_forward=fast_forward), path=path, **arguments)
         assert rest[0].losses == whole[0].losses[losses:], path.name
         assert rest[0].means == whole[0].means[means:], path.name
         assert_equal(whole, rest)
@@ -255,6 +275,50 @@ class Kept(Sampler[int]):
         self.position = state["position"]
 
 
+class Counting(Sampler[int]):
+    """Orders that depend on a count of its own, and on the order before."""
+
+    def __init__(self) -> None:
+        self.epoch, self.order, self.weights = 0, [*range(ITEMS)], torch.ones(3)
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        self.weights = self.weights * self.epoch
+        random.Random(self.epoch + int(self.weights.sum())).shuffle(self.order)
+        yield from self.order
+
+
+class CountingKept(Kept):
+    """Saves its position and the number of the epoch."""
+
+    epoch = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position, self.epoch = state["position"], state["epoch"]
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.position:
+            self.epoch += 1
+        for index in super().__iter__():
+            yield (index + self.epoch) % ITEMS
+
+
+class Forgetful(Counting):
+    """Saves the number of the epoch, but not the position in it."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+
+
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(11)
 
@@ -272,6 +336,8 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "batches": lambda: {"batch_sampler": Batches()},
     "items": lambda: {"batch_size": None, "sampler": [[3, 4, 1], [5, 2], [1, 0, 9], [8, 7], [2, 4], [6, 5]]},
     "stateful": lambda: {"batch_size": BATCH, "sampler": Kept()},
+    "counting": lambda: {"batch_size": BATCH, "sampler": Counting()},
+    "counting and stateful": lambda: {"batch_size": BATCH, "sampler": CountingKept()},
 }
 
 
@@ -366,6 +432,21 @@ def test_positions_that_are_known(make_trainer: Make, tmp_path: Path, data: Call
     check(make_trainer, tmp_path, data, "on_train_batch_end")
 
 
+WITHOUT_LENGTH: dict[str, Callable[[], Any]] = {
+    "stateful": lambda: DataLoader(KeptStream(), BATCH),
+    "fast forward": lambda: DataLoader(Stream(), BATCH),
+    "no loader": lambda: dict(enumerate(batches())).values(),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_LENGTH)
+def test_batches_that_are_fetched_ahead(make_trainer: Make, tmp_path: Path, kind: str) -> None:
+    data, only = WITHOUT_LENGTH[kind], [0, 3, 5, 6, 8]
+    more: dict[str, Any] = {"fast_forward": kind != "stateful"}
+    check(make_trainer, tmp_path, data, saves=SavesBeforeFetch(tmp_path, only=only), **more)
+    check(make_trainer, tmp_path, data, "on_before_backward", only=[1, 4, 6, 7], **more)
+
+
 class StopError(Exception):
     """Of a test's own hook."""
 
@@ -439,6 +520,39 @@ def test_other_number_of_workers_is_refused_where_items_draw(make_trainer: Make,
     saves = Saves(tmp_path, "on_train_batch_end", only=[2])
     whole = fit(make_trainer, shuffled(), ExactResume(), saves)
     assert_equal(whole, fit(make_trainer, shuffled(num_workers=1), ExactResume(), path=saves.saved[0][0]))
+
+
+@pytest.mark.parametrize("only", [[1], [4]], ids=["one batch", "several"])
+def test_a_state_without_a_position_is_refused(make_trainer: Make, tmp_path: Path, only: list[int]) -> None:
+    def data() -> Any:
+        return DataLoader(Items(), BATCH, sampler=Forgetful())
+
+    saves = Saves(tmp_path, "on_train_batch_end", only=only)
+    with pytest.warns(UserWarning, match=mentions("state_dict of Forgetful", "position", "skip as many")):
+        fit(make_trainer, data, ExactResume(), saves)
+    with pytest.raises(CheckpointError, match=mentions("state_dict of Forgetful", "~callback.exact_resume")):
+        fit(make_trainer, data, ExactResume(), path=saves.saved[0][0])
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_batch_end"])
+def test_a_count_of_epochs_at_an_end(make_trainer: Make, tmp_path: Path, hook: str) -> None:
+    def data() -> Any:
+        return DataLoader(Items(("torch",)), BATCH, sampler=Counting())
+
+    check(make_trainer, tmp_path, data, hook, validation=validation, max_epochs=3)
+
+
+def test_a_changed_argument_of_a_sampler_is_kept(make_trainer: Make, tmp_path: Path) -> None:
+    class Sized(Counting):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.size = size
+
+    saves = Saves(tmp_path, "on_train_epoch_end", only=[6])
+    fit(make_trainer, lambda: DataLoader(Items(), BATCH, sampler=Sized(4)), ExactResume(), saves)
+    sampler = Sized(5)
+    fit(make_trainer, lambda: DataLoader(Items(), BATCH, sampler=sampler), ExactResume(), path=saves.saved[0][0])
+    assert (sampler.size, sampler.epoch) == (5, 2)
 
 
 def test_other_data_are_refused(make_trainer: Make, tmp_path: Path) -> None:

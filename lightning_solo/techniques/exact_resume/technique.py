@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -41,7 +42,7 @@ class ExactResume(Technique, Settings):
         self._latest, self._ready = "before", 0
         self._hooks: Callable[[], list[str]] = list  # called at the end of an epoch or validation
         self._states: dict[str, Any] | None = None  # those at the latest place, if a resumed run repeats what follows
-        self._fetching: dict[str, Any] | None = None  # random states before the latest batch was fetched
+        self._fetches: deque[dict[str, Any]] = deque(maxlen=2)  # random states before the latest batches were fetched
         self._rollback: Rollback | None = None  # of buffers and metrics, to the start of the batch
         self._stepped = self._has_backward = False  # in this batch
         self._resumed: dict[str, Any] | None = None
@@ -108,6 +109,9 @@ class ExactResume(Technique, Settings):
     def _at(self, place: str) -> None:
         assert self.ctx is not None
         trainer = self.ctx.trainer
+        if place == "first_fetch":
+            self._fetches.append(get_states(self._sources(self.ctx)))
+            return
         self._latest = place
         self._ready = resuming.batches_fetched(trainer)
         self._states = None
@@ -115,8 +119,8 @@ class ExactResume(Technique, Settings):
             self._stepped = self._has_backward = False
             self._rollback = self._rollback or Rollback(self.ctx.module, self.ctx.device)
             self._rollback.save(random=False)
-            self._fetching = get_states(self._sources(self.ctx))
-            self._states = {"random": self._fetching, "logged": resuming.logged_values(trainer)}
+            self._fetches.append(get_states(self._sources(self.ctx)))
+            self._states = {"random": self._fetches[-1], "logged": resuming.logged_values(trainer)}
         elif place == "epoch_start":
             self._states = {"random": get_states(self._sources(self.ctx))}
         elif place == "validation":
@@ -170,13 +174,19 @@ class ExactResume(Technique, Settings):
             "place": place,
             "hooks": self._hooks(),
             "ahead": ahead,
-            "fetching": self._fetching if ahead and place != "batch" else None,
+            "fetching": self._fetching(ctx, place, ahead),
             "logged": resuming.logged_values(trainer),
             "window": self._open_window(ctx, place),
             "spoilt": self._spoilt(ctx, place),
         }
         repeated = place in ("before", "epoch_start", "batch", "batch_done") and self._states
         return {**state, **(repeated or {})}
+
+    def _fetching(self, ctx: Run, place: str, ahead: int) -> dict[str, Any] | None:
+        """Return the random states from before the batch was fetched that a resumed run fetches as it starts."""
+        if not ahead or not self._fetches or not resuming.fetches_ahead(ctx.trainer):
+            return None
+        return self._fetches[0 if place == "batch" else -1]
 
     def _unsaved_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers that change, but that a state dict leaves out (``persistent=False``)."""
@@ -233,8 +243,6 @@ class ExactResume(Technique, Settings):
             mine = isinstance(state, Mapping) and REPLAYED in state
             if mine:
                 records = state[REPLAYED]
-                if ahead >= len(records) and records[0]["done"]:
-                    own["spoilt"] = own["spoilt"] or "within a batch of a loader without length"
                 state = {REPLAYED: [records[max(0, len(records) - 1 - ahead)]]}
             elif isinstance(state, Mapping) and isinstance(state.get("items"), list):
                 items = state["items"]
@@ -298,8 +306,12 @@ class ExactResume(Technique, Settings):
 
     def _put_before_fetch(self) -> None:
         """Set the random states for a batch that Lightning fetches with the loader, if its length is unknown."""
-        if self._resumed is not None and self.ctx is not None:
-            put_states(self._sources(self.ctx), self._resumed["fetching"] or self._resumed["random"])
+        if self.ctx is None:
+            return
+        sources = self._sources(self.ctx)
+        if self._resumed is not None:
+            put_states(sources, self._resumed["fetching"] or self._resumed["random"])
+        self._fetches.append(get_states(sources))
 
     def _restore(self) -> None:
         """Restore random states, metrics and logged values, after all hooks of the start."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_solo.checkpoint.folders import local
 from lightning_solo.errors import ConflictError
-from lightning_solo.seams import patches
+from lightning_solo.seams import patches, resuming
 from lightning_solo.seams.technique import Technique
 from lightning_solo.signals import STOPS, caught_signals, end_at_once, status
 from lightning_solo.techniques.safe_checkpoint.card import CARD, Settings
@@ -89,7 +89,7 @@ class SafeCheckpoint(Technique, Settings):
             self.ctx.undo.enter_context(patches.fetches(trainer, partial(self._before_fetch, trainer), lambda: None))
 
     def _before_fetch(self, trainer: Any, with_epoch: bool = False) -> None:
-        if not with_epoch:
+        if not with_epoch and not resuming.fetches_first(trainer):
             self._look(trainer)
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
