@@ -307,6 +307,30 @@ def logged(trainer: Any) -> Callable[..., None]:
     return log
 
 
+def logged_sums(trainer: Any) -> Callable[[], None]:
+    """Return a function that takes out of the epoch's means and sums what `self.log` gets from now on.
+
+    Values that are shown at each step stay. The states of metrics are the caller's to restore.
+    """
+    results, is_first = trainer.fit_loop.epoch_loop._results, trainer._logger_connector._first_loop_iter
+    before = {
+        key: (metric.has_reset, [getattr(metric, name) for name in metric._defaults]) for key, metric in results.items()
+    }
+
+    def take_out() -> None:
+        for key, metric in results.items():
+            has_reset, values = before.get(key, (True, ()))
+            if metric.is_tensor and metric.meta.on_epoch and not (values and metric.value is values[0]):
+                if is_first or not values:  # the sums of the epoch begin with the next batch
+                    metric.reset()
+                    continue
+                vars(metric).update(zip(metric._defaults, values, strict=True))
+                metric._computed = None
+            metric.has_reset = has_reset
+
+    return take_out
+
+
 def fetcher(trainer: Any) -> Any:
     """Return the object that fetches training batches; it holds one or two of them."""
     return trainer.fit_loop._data_fetcher
@@ -472,12 +496,12 @@ def loss_of(trainer: Any, batch: Any, batch_idx: int) -> Any:
     return step_result(trainer, on_device(trainer, batch), batch_idx)
 
 
-def step_result(trainer: Any, batch: Any, batch_idx: int) -> Any:
-    """Return the result of the module's ``training_step``, without techniques; its logged values are dropped."""
+def step_result(trainer: Any, batch: Any, batch_idx: int, log: Callable[..., None] = lambda *_, **__: None) -> Any:
+    """Return the result of the module's ``training_step``, without techniques; ``log`` gets its logged values."""
     module, strategy = trainer.lightning_module, trainer.strategy
     arguments = trainer.fit_loop.epoch_loop._build_kwargs({}, batch, batch_idx)
     with (
-        logged_through(trainer, lambda *args, **kwargs: None),
+        logged_through(trainer, log),
         replaced(module, "_current_fx_name", "training_step"),
         replaced(trainer._logger_connector, "_current_fx", "training_step"),
     ):

@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
+import torchmetrics
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -211,6 +212,55 @@ def test_a_skipped_window_leaves_nothing(make_trainer: Make, way: str, factor: i
     assert module.trainer.global_step == BATCHES // factor - 1
     assert is_finite(module)
     assert equal(state_of(module), state_of(expected))
+
+
+def logging(home: ModuleType) -> Any:
+    """Return a module that logs a mean, a sum, a maximum and a metric."""
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
+        self.log("sum", loss, on_epoch=True, on_step=False, reduce_fx="sum", batch_size=4)
+        self.log("largest", loss, on_epoch=True, on_step=False, reduce_fx="max", batch_size=4)
+        if not loss.isfinite():
+            self.log("of this batch", loss, on_epoch=True, on_step=False, batch_size=4)
+        self.metric(loss)
+        self.log("metric", self.metric, on_epoch=True, on_step=False, batch_size=4)
+        return loss
+
+    module = module_of(home, training_step=training_step)
+    module.metric = torchmetrics.MeanMetric(nan_strategy="disable")
+    return module
+
+
+class Notes(lightning.pytorch.Callback):
+    """Notes the metrics of each epoch."""
+
+    def __init__(self) -> None:
+        self.epochs: list[dict[str, float]] = []
+
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:
+        self.epochs.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    on_train_end = on_train_epoch_start
+
+
+@pytest.mark.parametrize(("factor", "bad"), [(1, 0), (1, 5), (1, 11), (3, 0), (3, 4)])
+def test_a_skipped_window_leaves_nothing_in_logged_means(make_trainer: Make, factor: int, bad: int) -> None:
+    window = next(window for window in windows(factor) if bad in window)
+    arguments = {"accumulate_grad_batches": factor, "max_epochs": 2}
+    expected, notes = Notes(), Notes()
+    stops = lightning.pytorch.callbacks.EarlyStopping("loss", patience=9)
+    home = lightning.pytorch
+    fit(make_trainer, expected, module=logging(home), batches=data(without=window), **arguments)
+    guard = FiniteGuard(policy="skip_window")
+    module = fit(make_trainer, guard, notes, stops, module=logging(home), batches=data(bad), **arguments)
+    assert (guard.skipped_windows, module.trainer.current_epoch) == (2, 2)
+    assert len(notes.epochs) == 3
+    for epoch, other in zip(notes.epochs, expected.epochs, strict=True):
+        assert {name: value for name, value in epoch.items() if name != "loss_step"} == {
+            name: value for name, value in other.items() if name != "loss_step"
+        }
 
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -106,6 +106,8 @@ class FiniteGuard(Technique, Settings):
         self._waiting: _Waiting | None = None
         self._rollback: Rollback | None = None
         self._random: RandomStates | None = None
+        self._may_drop = self.option_of("skip_window", "rewind") is not None
+        self._take_out: Callable[[], None] | None = None  # undoes the window's part of logged means
         self._begin_window()
 
     def _begin_window(self) -> None:
@@ -241,6 +243,7 @@ class FiniteGuard(Technique, Settings):
         if not self._calls:
             if not self._updates:
                 self._rollback.save(random=False)
+                self._take_out = patches.logged_sums(ctx.trainer) if self._may_drop else None
         elif sum(tensor.nbytes for tensor in tensors_of(self._calls[-1].arguments[:1])) > KEPT_BYTES:
             self._calls[-1].arguments = ()
         place = ctx.window.latest or (0, 0)
@@ -589,6 +592,8 @@ class FiniteGuard(Technique, Settings):
             patches.forget_unscaling(ctx.strategy.precision_plugin, optimizer)
         if self._rollback is not None and self._calls and ctx.module.automatic_optimization:
             self._rollback.restore(random=False)
+            if self._take_out is not None:
+                self._take_out()
 
     def _cause(self, ctx: Run, calls: Sequence[_Call], of_gradients: bool) -> tuple[str | None, _Call | None]:
         """Return in words where the value comes from and the call, by a second pass that leaves no trace."""
