@@ -371,8 +371,8 @@ def without_cache(block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any])
 class _HostState:
     """State on the host that a forward may change and torch doesn't replay.
 
-    It consists of Python's and NumPy's global random generators, and of numbers and flags that are attributes of the
-    block's modules, such as a count of calls.
+    It consists of Python's and NumPy's global random generators, and of numbers, flags and lists that are attributes of
+    the block's modules, such as a count of calls. Lists of metrics are left out: recomputation refuses their changes.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -381,6 +381,7 @@ class _HostState:
         self.python = random.getstate()
         self.numpy = numpy.random.get_state() if numpy is not None else None
         self.attributes = [(module, _numbers(module)) for module in block.modules()]
+        self.lists = [(module, name, value, [*value]) for module, name, value in _lists(block)]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _HostState):
@@ -389,6 +390,7 @@ class _HostState:
             self.python == other.python
             and _numpy_key(self.numpy) == _numpy_key(other.numpy)
             and [values for _, values in self.attributes] == [values for _, values in other.attributes]
+            and [[*map(id, items)] for *_, items in self.lists] == [[*map(id, items)] for *_, items in other.lists]
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -402,6 +404,12 @@ class _HostState:
             for name in _numbers(module).keys() - values.keys():  # set since, over a default of the class
                 del vars(module)[name]
             vars(module).update(values)
+        before = {(module, name) for module, name, *_ in self.lists}
+        for module, name, _ in [each for each in _lists(self.block) if each[:2] not in before]:
+            del vars(module)[name]
+        for module, name, value, items in self.lists:
+            value[:] = items
+            vars(module)[name] = value
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -416,6 +424,12 @@ class _HostState:
 
 def _numbers(module: nn.Module) -> dict[str, int | float | bool]:
     return {name: value for name, value in vars(module).items() if type(value) in (int, float, bool)}
+
+
+def _lists(block: nn.Module) -> Iterator[tuple[nn.Module, str, list[Any]]]:
+    for module in block.modules():
+        if not names_in_metric(module):
+            yield from ((module, name, value) for name, value in vars(module).items() if type(value) is list)
 
 
 def _numpy_key(state: Any) -> Any:

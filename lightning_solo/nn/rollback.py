@@ -159,6 +159,11 @@ class RandomStates:
         if self.is_known:
             self._generators = [each for number, each in enumerate(self._generators) if number in self._changed]
 
+    @property
+    def drawn(self) -> bool:
+        """Whether any of the calls drew random numbers."""
+        return bool(self._changed)
+
     def get(self) -> list[tuple[Callable[[Any], Any], Any]]:
         """Return the states, each after the function that sets it."""
         return [(generator.put, generator.get()) for generator in self._generators]

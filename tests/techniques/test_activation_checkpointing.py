@@ -284,6 +284,31 @@ def test_state_that_adds_up_over_calls_is_refused_by_name(make_trainer: Any, kin
     fitted(lightning_pytorch, make_trainer, lambda: regression(lightning_pytorch, net), [ActivationCheckpointing()])
 
 
+def test_lists_and_numbers_of_a_block_change_once() -> None:
+    class Collects(Block):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.rows, self.total = [0], 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.rows.append(len(x))
+            self.sizes = [*getattr(self, "sizes", []), len(x)]
+            self.total += 0.5 * len(x)
+            return super().forward(x * len(self.rows) * len(self.sizes) * self.total)
+
+    results = []
+    for wrapped in (False, True):
+        torch.manual_seed(1)
+        module = nn.Sequential(*[Collects(8) for _ in range(2)])
+        rows = [block.rows for block in module]
+        module = wrap(module, verify=True) if wrapped else module
+        results.append([gradients(module, torch.ones(4, 8)) for _ in range(3)])
+        states = [[block.rows, block.sizes, block.total] for block in module]
+        assert states == [[[0, 4, 4, 4], [4, 4, 4], 6.0]] * 2
+        assert all(block.rows is row for block, row in zip(module, rows, strict=True))
+    assert all(equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_a_second_backward_over_kept_results_is_refused() -> None:
     loss = keeping(nn.Sequential(*[Block(8) for _ in range(2)]))(torch.ones(2, 8)).sum()
     loss.backward(retain_graph=True)
@@ -543,16 +568,16 @@ class InPlace(Block):
 
 
 class Branches(Block):
-    """Takes another way, of the same shapes, at every second call; keeps what can't be replayed, a list."""
+    """Takes another way, of the same shapes, at every second call; keeps what can't be replayed, a tuple."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls = [*getattr(self, "calls", []), len(x)]
+        self.calls = (*getattr(self, "calls", ()), len(x))
         return super().forward(x if len(self.calls) % 2 else -x)
 
 
 class SavesMore(Block):
     def forward(self, x: Tensor) -> Tensor:
-        self.calls = [*getattr(self, "calls", []), len(x)]
+        self.calls = (*getattr(self, "calls", ()), len(x))
         out = super().forward(x)
         return out if len(self.calls) % 2 else out.exp().exp().log().log()
 
@@ -577,7 +602,7 @@ def test_without_verification_wrong_gradients_would_be_silent():
     module = nn.Sequential(*[Branches(8) for _ in range(2)])
     plain = gradients(module, x := torch.randn(4, 8))
     for block in module:
-        block.calls = []
+        block.calls = ()
     assert not equal(plain, gradients(wrap(module, verify=False), x))
 
 

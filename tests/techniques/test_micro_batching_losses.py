@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections import UserList
 from collections.abc import Callable
 from typing import Any
 
@@ -127,7 +128,9 @@ def test_the_remedies_work_when_they_are_pasted(make_trainer: Make) -> None:
 
 
 def test_a_batch_is_embedded_in_parts_twice(make_trainer: Make) -> None:
-    module = fitted(make_trainer, Towers(), MicroBatching(12, embed="embed", check=False))
+    towers = Towers()
+    towers.rows = UserList()  # a list would be put back
+    module = fitted(make_trainer, towers, MicroBatching(12, embed="embed", check=False))
     assert module.rows == 3 * [11, 11, 10, 10, 11, 11]  # backward begins with the last part
 
 
@@ -184,7 +187,7 @@ class Noisy(Towers):
 
     def __init__(self) -> None:
         super().__init__(dropout=0.5)
-        self.draws = numpy.random.default_rng(1)
+        self.draws, self.rows = numpy.random.default_rng(1), UserList()  # a list would be put back
 
     def embed(self, batch: Any) -> dict[str, Tensor]:
         noise = random.random() + numpy.random.rand()
@@ -443,6 +446,7 @@ def test_layers_that_are_dropped_make_no_difference(make_trainer: Make) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*training_step changes latest")
+@pytest.mark.filterwarnings("ignore:.*training_step updates the metric error")
 def test_state_that_a_step_keeps_is_that_of_its_parts(make_trainer: Make) -> None:
     def keeps(module: Any, x: Tensor) -> Tensor:
         loss = module.net(x).square().mean()
@@ -456,6 +460,56 @@ def test_state_that_a_step_keeps_is_that_of_its_parts(make_trainer: Make) -> Non
     module = fitted(make_trainer, Step(keeps), MicroBatching(4), batch=8)
     assert module.steps == 6 * [4]
     assert (module.seen, module.latest, module.error.update_count) == ({"count": 6}, 6, 6)
+
+
+def logs(value: Callable[..., Any]) -> Callable[..., Any]:
+    def step(module: Any, x: Tensor) -> Tensor:
+        loss = module.net(x).square().mean()
+        module.log("value", value(module, x, loss.detach()), on_epoch=True)
+        return loss
+
+    return step
+
+
+def scored(module: Any, x: Tensor, loss: Tensor) -> Any:
+    module.score(x[:, :2].sign(), x[:, 2:4].sign())
+    return module.score
+
+
+ONCE_PER_PART: dict[str, tuple[str, Callable[..., Any]]] = {
+    "mean of losses": ("metric error", lambda module, x, loss: module.error.update(loss) or loss),
+    "sum of losses": ("metric total", lambda module, x, loss: module.total.update(loss) or loss),
+    "number of samples": ("logs value", lambda module, x, loss: float(len(x))),
+    "standard deviation": ("logs value", lambda module, x, loss: x.std()),
+    "value of a metric": ("logs value", lambda module, x, loss: scored(module, x, loss)(x[:, :2], x[:, 2:4])),
+    "attribute": ("changes seen_x", lambda module, x, loss: vars(module).update(seen_x=float(x[0, 0])) or loss),
+}
+AS_THE_WHOLE: dict[str, Callable[..., Any]] = {
+    "weighed": lambda module, x, loss: module.error.update(loss, weight=len(x)) or loss,
+    "rows": lambda module, x, loss: module.error.update(x.mean(1)) or loss,
+    "metric": scored,
+    "sum of losses": lambda module, x, loss: module.total.update(loss * len(x)) or loss,
+    "random": lambda module, x, loss: loss + torch.rand(()),
+    "total": lambda module, x, loss: vars(module).update(sum_x=module.sum_x + float(x.sum())) or loss,
+}
+
+
+def measured(make_trainer: Make, value: Callable[..., Any]) -> None:
+    module = Step(logs(value))
+    module.total, module.score, module.sum_x = torchmetrics.SumMetric(), torchmetrics.R2Score(), 0.0
+    fitted(make_trainer, module, MicroBatching(4), batch=8)
+
+
+@pytest.mark.parametrize("name", ONCE_PER_PART)
+def test_what_a_step_counts_once_per_part_is_named(make_trainer: Make, name: str) -> None:
+    words, value = ONCE_PER_PART[name]
+    with pytest.warns(UserWarning, match=mentions("callback.micro_batching", words)):
+        measured(make_trainer, value)
+
+
+@pytest.mark.parametrize("name", AS_THE_WHOLE)
+def test_what_a_step_counts_as_the_whole_batch_is_not_warned_of(make_trainer: Make, name: str) -> None:
+    measured(make_trainer, AS_THE_WHOLE[name])
 
 
 def test_batch_norm_that_is_allowed_makes_no_difference(make_trainer: Make) -> None:

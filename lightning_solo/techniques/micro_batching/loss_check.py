@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,11 @@ from lightning_solo.data.micro_batches import MicroBatch, Splitter
 from lightning_solo.data.nested import map_tensors
 from lightning_solo.errors import ConflictError, listed
 from lightning_solo.memory.attempts import attempt
-from lightning_solo.nn.rollback import Rollback, Unchanged, attributes_kept
+from lightning_solo.nn.rollback import RandomStates, Rollback, Unchanged, attributes_kept
 from lightning_solo.nn.split_parity import is_mean, mismatch, same_for_parts
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
+from lightning_solo.techniques.micro_batching.logged import Logged, merged
 
 EMBED = "callback.micro_batching.embed"
 TOLERANCE = {"64-true": 1e-8, "32-true": 1e-3}
@@ -81,6 +82,8 @@ def _refusal(ctx: Run, splitter: Splitter, few: Any, parts: Sequence[MicroBatch]
     samples = sum(part.samples for part in parts)
     if different is None:
         by = _closer_weights(ctx, splitter, few, parts, batch_idx)
+        if by is None:
+            _warn_of_counts(trial, tolerance)
         return by and (
             f"callback.micro_batching: the loss of {samples} samples is their mean by {by}, not by"
             f" {splitter.weight_by}, which differs where sequences have different lengths; write"
@@ -99,6 +102,24 @@ def _refusal(ctx: Run, splitter: Splitter, few: Any, parts: Sequence[MicroBatch]
         f" them by {splitter.weight_by} is {sum(terms):.6g}; {remedy}, or callback.micro_batching.check=false to train"
         " on that mean"
     )
+
+
+def _warn_of_counts(trial: Trial, tolerance: float) -> None:
+    """Warn of metrics and logged values that the parts of a batch count otherwise than the whole batch."""
+    if names := trial.metrics_otherwise(tolerance):
+        warnings.warn(
+            f"callback.micro_batching: training_step updates the metric {listed(names)} for each micro-batch, and its"
+            " state isn't that of the whole batch: pass it values of samples, or their number as a weight, as"
+            f" self.{names[0]}.update(value, weight=len(batch))",
+            stacklevel=2,
+        )
+    if names := trial.logged_otherwise(tolerance):
+        warnings.warn(
+            f"callback.micro_batching: training_step logs {listed(names)}, which of the whole batch isn't the mean over"
+            " its micro-batches that is logged; log the metric itself, as self.log(name, self.metric), or the value of"
+            " all samples in on_train_epoch_end",
+            stacklevel=2,
+        )
 
 
 def changes_in_place(names: Sequence[str]) -> str:
@@ -169,19 +190,22 @@ class Trial:
     Args:
         module: the module; its parts don't drop elements in the context.
         device: on which it runs.
-        step: returns the result of ``training_step`` for a batch.
+        step: returns the result of ``training_step`` for a batch, and passes what it logs to ``log``.
         sharpened: as in `same_for_parts`.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, step: Callable[[Any], Any], *, sharpened: bool = False
+        self, module: nn.Module, device: torch.device, step: Callable[..., Any], *, sharpened: bool = False
     ) -> None:
         self._module, self._step, self._sharpened = module, step, sharpened
         self._rollback = Rollback(module, device)
+        self._random = RandomStates(module, device)
         self._stack = ExitStack()
         self._versions: dict[str, tuple[int, int]] = {}  # of buffers, when a batch began
-        self._counts: list[dict[str, int]] = []  # before, after the first batch, and after its parts
+        self._counts: list[dict[str, float]] = []  # before, after the first batch, and after its parts
         self._buffers: list[dict[str, Tensor]] = []  # those that changed
+        self._metrics: list[dict[str, dict[str, Tensor]]] = []  # their states, likewise
+        self._logged: list[Logged] = []  # of the first batch, and of its parts
 
     def __enter__(self) -> Trial:
         self._rollback.save()
@@ -197,14 +221,15 @@ class Trial:
     def loss(self, batch: Any, seed: int = 0) -> float | None:
         """Return the loss of a batch, or None; at seed 0 with the random numbers that come next."""
         self._begin(seed)
-        loss = self._loss_of(batch)
+        with nullcontext() if len(self._logged) > 1 else self._random.watching():
+            loss = self._loss_of(batch)
         self._note()
         return loss
 
     def terms(self, parts: Sequence[MicroBatch], seed: int = 0) -> list[float] | None:
         """Return the loss of each part by its share in the mean; None if a part has no loss."""
         self._begin(seed)
-        losses = [self._loss_of(part.data) if part.share else 0.0 for part in parts]
+        losses = [self._loss_of(part.data, part.share) if part.share else 0.0 for part in parts]
         self._note()
         terms = [part.share * loss for part, loss in zip(parts, losses, strict=True) if loss is not None]
         return terms if len(terms) == len(losses) else None
@@ -214,16 +239,47 @@ class Trial:
         if len(self._counts) < 3:
             return []
         (before, whole, parts), (_, *changed) = self._counts, self._buffers
-        added = {name: parts[name] - whole[name] for name in parts.keys() & whole.keys()}
-        counts = [name for name, number in added.items() if number not in (0, whole[name] - before.get(name, 0))]
+        counts = []
+        for name in parts.keys() & whole.keys():
+            once, again = whole[name] - before.get(name, 0), parts[name] - whole[name]
+            if min(abs(again), abs(again - once)) > tolerance * max(abs(once), abs(again)):
+                counts.append(name)
         both = changed[0].keys() & changed[1].keys()
         return [*counts, *(name for name in both if not _alike(changed[0][name], changed[1][name], tolerance))]
+
+    def metrics_otherwise(self, tolerance: float) -> list[str]:
+        """Return the names of the metrics that the parts update otherwise; none where random numbers are drawn."""
+        if len(self._metrics) < 3 or self._random.drawn:
+            return []
+        _, whole, parts = self._metrics
+        return [
+            name
+            for name, states in whole.items()
+            if not all(_alike(value, parts[name][state], tolerance) for state, value in states.items())
+        ]
+
+    def logged_otherwise(self, tolerance: float) -> list[str]:
+        """Return the names of logged values of the whole batch that the parts' mean, sum or extremum isn't."""
+        if len(self._logged) < 2 or self._random.drawn:
+            return []
+        whole, parts = self._logged[:2]
+        names = []
+        for (hook, name), calls in parts.calls.items():
+            shares, values, options = zip(*calls, strict=True)
+            _, value, _ = whole.calls.get((hook, name), calls)[-1]
+            of_parts = merged(values, shares, options[-1].get("reduce_fx", "mean"))
+            if isinstance(value, Tensor) and isinstance(of_parts, Tensor) and bool(value.isfinite().all()):
+                scale = torch.stack([value, *values]).abs().max() * tolerance
+                if not bool((value - of_parts).abs().max() <= scale):
+                    names.append(name)
+        return names
 
     def _note(self) -> None:
         if len(self._counts) < 3:
             named = [(f"{path}." if path else "", part) for path, part in self._module.named_modules()]
             values = ((f"{path}{key}", n) for path, part in named for key, n in vars(part).items())
-            self._counts.append({name: n for name, n in values if type(n) is int})
+            self._counts.append({name: n for name, n in values if type(n) in (int, float)})
+            self._metrics.append({path: _states(part) for path, part in self._module.named_modules() if _states(part)})
             versions, buffers = self._versions_now(), dict(self._module.named_buffers())
             changed = [name for name, version in versions.items() if self._versions.get(name, version) != version]
             self._buffers.append({name: buffers[name].clone() for name in changed})
@@ -254,14 +310,28 @@ class Trial:
 
     def _begin(self, seed: int) -> None:
         self._rollback.restore()
+        self._logged.append(Logged())
         self._versions = self._versions_now()
         if seed:
             self._rollback.seed(seed)
 
-    def _loss_of(self, batch: Any) -> float | None:
-        result = self._step(map_tensors(batch, Tensor.clone))  # it may change its batch
+    def _loss_of(self, batch: Any, share: float = 1.0) -> float | None:
+        logged = self._logged[-1]
+        logged.share = share
+        result = self._step(map_tensors(batch, Tensor.clone), log=logged.log)  # it may change its batch
         loss = result.get("loss") if isinstance(result, Mapping) else result
         return None if loss is None else float(loss.detach())
+
+
+def _states(part: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a metric's states, those that are lists joined; none of another module."""
+    defaults = getattr(part, "_defaults", None)
+    values = {name: getattr(part, name) for name in defaults} if isinstance(defaults, dict) else {}
+    return {
+        name: value.clone() if isinstance(value, Tensor) else torch.cat([each.flatten() for each in value])
+        for name, value in values.items()
+        if isinstance(value, Tensor) or (value and all(isinstance(each, Tensor) for each in value))
+    }
 
 
 def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:
