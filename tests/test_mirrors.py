@@ -71,7 +71,8 @@ ELSEWHERE = {
     "techniques/test_activation_offloading_disk.py": "nn/disk_offloading nn/scratch_file",
     "techniques/test_attention.py": "nn/attention_kernels",
     "techniques/test_curriculum.py": "data/curriculum_batches",
-    "techniques/test_exact_resume.py": "data/item_states data/replay data/replayed_loaders data/worker_states",
+    "techniques/test_exact_resume.py": "data/changing_attributes data/item_states data/replay data/replayed_loaders"
+    " data/worker_states",
     "techniques/test_fused_kernels.py": "nn/fused_kernels",
     "techniques/test_item_cache.py": "data/item_cache",
     "techniques/test_layer_drop.py": "nn/layer_drop",

@@ -174,7 +174,8 @@ class StatefulOrder(Iterator[Any]):
                 raise unknown_order(self._owner)
             self._constant = True
             warnings.warn(
-                f"ExactResume: within an epoch a resume will fail: {_without_position(self._owner)}", stacklevel=2
+                f"callback.exact_resume: within an epoch a resume will fail: {_without_position(self._owner)}",
+                stacklevel=2,
             )
         self._states.append((self._count, state))
         return value

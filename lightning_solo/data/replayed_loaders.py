@@ -220,7 +220,7 @@ class Replayed(Resumable):
         assert self.items is not None
         if self.persistent_workers and self.items.workers.draws and self._is_cut and not self._warned:
             self._warned = True
-            warnings.warn(f"ExactResume: a resume will be refused: {BEYOND_LIMIT}", stacklevel=2)
+            warnings.warn(f"callback.exact_resume: a resume will be refused: {BEYOND_LIMIT}", stacklevel=2)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the newest position of a state.

@@ -249,7 +249,9 @@ def test_workers_that_have_returned_no_batch(make_trainer: Make, tmp_path: Path,
 def test_persistent_workers_beyond_the_limit_are_refused(make_trainer: Make, tmp_path: Path) -> None:
     data = shuffled("torch", num_workers=1, persistent_workers=True)
     saves = Saves(tmp_path, "on_train_batch_end", only=[3])
-    with pytest.warns(UserWarning, match=mentions("ExactResume", "limit_train_batches", "persistent_workers=False")):
+    with pytest.warns(
+        UserWarning, match=mentions("callback.exact_resume", "limit_train_batches", "persistent_workers=False")
+    ):
         fit(make_trainer, data, ExactResume(), saves, limit_train_batches=4)
     with pytest.raises(CheckpointError, match=mentions("persistent_workers=False", "limit_train_batches")):
         fit(make_trainer, data, ExactResume(), path=saves.saved[0][0], limit_train_batches=4)
