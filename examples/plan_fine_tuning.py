@@ -77,7 +77,13 @@ def planned(model: str, presets: list[str], overrides: list[str], tokens: int = 
     """Return the bytes of one plan."""
     batch = torch.zeros(1, tokens, dtype=torch.int64)
     found = solo.plan(
-        partial(LanguageModel, model), batch, preset=presets, overrides=overrides, device="h200", host_memory=HOST
+        partial(LanguageModel, model),
+        batch,
+        preset=presets,
+        overrides=overrides,
+        device="h200",
+        host_memory=HOST,
+        timeout_s=7200,
     )
     return {
         "model": model, "tokens": tokens, "peak_bytes": found.peak_bytes, "needed_bytes": found.needed_bytes,

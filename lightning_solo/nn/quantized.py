@@ -206,11 +206,12 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         of_input = of_bias = None
+        stored = ctx.saved_tensors  # once: recomputed blocks give each tensor out once
         if ctx.needs_input_grad[1]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         if ctx.needs_input_grad[0]:
-            of_input = gradient @ dequantized(ctx.shape, gradient.dtype, *ctx.saved_tensors)
-        return of_input, of_bias, None, *[None] * len(ctx.saved_tensors)
+            of_input = gradient @ dequantized(ctx.shape, gradient.dtype, *stored)
+        return of_input, of_bias, None, *[None] * len(stored)
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
