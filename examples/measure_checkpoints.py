@@ -37,9 +37,10 @@ def seconds(act: Callable[[], Any], after: Callable[[], Any] = lambda: None) -> 
     return taken
 
 
-def measure(folder: Path, mebibytes: int, repeats: int) -> list[dict[str, Any]]:
-    """Return a row for each way to save a checkpoint of a size; the ways take turns."""
-    checkpoint = {"state_dict": {f"{n}": torch.randn(mebibytes << 10, 16) for n in range(16)}, "global_step": 1}
+def measure(folder: Path, mebibytes: int, repeats: int, device: str = "cpu") -> list[dict[str, Any]]:
+    """Return a row for each way to save a checkpoint of a size from a device; the ways take turns."""
+    weights = {f"{n}": torch.randn(mebibytes << 10, 16, device=device) for n in range(16)}
+    checkpoint = {"state_dict": weights, "global_step": 1}
     ways: dict[str, Callable[[Path], tuple[Callable[[], Any], Callable[[], Any]]]] = {
         "`torch.save`": lambda path: (lambda: torch.save(checkpoint, path), lambda: None),
         "`safe_checkpoint`, `durable=false`": partial(safely, checkpoint, durable=False),
