@@ -27,7 +27,8 @@ CPU_PRESETS = tuple(
     for name in solo.list_presets()
     if name != "auto" and composed(name).needs_cuda() is None
 )
-OVERRIDES = {"qlora": ["callback.quantized_base.format=int8"]}  # the simulated device has no kernels for nf4
+INT8 = ["callback.quantized_base.format=int8"]  # the simulated device has no kernels for nf4
+OVERRIDES = {"qlora": INT8, "qlora_streamed": INT8}
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 

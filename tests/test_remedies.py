@@ -300,6 +300,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "export/sources.py": 4,
         "export/weights.py": 5,
         "lightning_cli.py": 1,
+        "memory/block_ring.py": 1,
         "nn/adaptation.py": 1,
         "nn/adapter_merging.py": 1,
         "nn/adapter_targets.py": 2,

@@ -11,6 +11,7 @@ import mmap
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,6 +40,35 @@ def host_tensors(sizes: Sizes, device: torch.device) -> list[Tensor]:
     if is_planned():
         return [torch.zeros(count, dtype=kind) for count, kind in sizes]
     return [tensor for part in _slabs(sizes) for tensor in _slab(part, device)]
+
+
+@torch.no_grad()
+def host_copy(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Return copies of dense tensors in one piece of host memory: its bytes, and the copies.
+
+    Each copy has a storage of its own, so that it is saved without the others.
+    """
+    (stored,) = host_tensors([(sum(_aligned(tensor.nbytes) for tensor in tensors), torch.uint8)], device)
+    if is_planned():
+        return stored, placed(stored, tensors)
+    memory, copies = stored.numpy(), []
+    for tensor, offset in zip(tensors, _offsets(tensors), strict=True):
+        flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
+        copies.append(flat.as_strided(tensor.shape, tensor.stride()))
+        copies[-1].copy_(tensor)
+    return stored, copies
+
+
+def placed(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a buffer of bytes, laid out as by `host_copy`, each like one of the tensors."""
+    return [
+        buffer[offset : offset + tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        for tensor, offset in zip(tensors, _offsets(tensors), strict=True)
+    ]
+
+
+def _offsets(tensors: Sequence[Tensor]) -> list[int]:
+    return [0, *accumulate(_aligned(tensor.nbytes) for tensor in tensors)][:-1]
 
 
 def _slabs(sizes: Sizes) -> Iterator[Sizes]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_solo.memory.block_ring import loaded_buffers
 from lightning_solo.memory.events import CATEGORIES, EventLog, Peak
 from lightning_solo.memory.module_names import ModuleNames
 
@@ -242,7 +243,8 @@ def owned_by(module: nn.Module | None, optimizers: Iterable[object]) -> Iterator
     """Yield (category, tree of tensors) of a module and optimizers; the last category of a tensor counts.
 
     Args:
-        module: its parameters and buffers are ``weights``, the parameters' ``.grad`` are ``gradients``.
+        module: its parameters and buffers are ``weights``, as the buffers of rings that load some of them; the
+            parameters' ``.grad`` are ``gradients``.
         optimizers: tensors in their ``state`` are ``optimizer_states``; other classes than torch's are skipped.
     """
     for optimizer in optimizers:
@@ -251,7 +253,7 @@ def owned_by(module: nn.Module | None, optimizers: Iterable[object]) -> Iterator
     if module is not None:
         parameters = list(module.parameters())
         yield "gradients", [parameter.grad for parameter in parameters]
-        yield "weights", [parameters, list(module.buffers())]
+        yield "weights", [parameters, list(module.buffers()), loaded_buffers()]
 
 
 def storages_of(tree: Any) -> list[UntypedStorage]:

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_solo.errors import NothingToDoError, nearest
 from lightning_solo.nn.adapted import plain_modules
+from lightning_solo.nn.quantized import QuantizedWeight, weights_in
 
 Build = frozenset[tuple[str, int]]  # a module's structure: (name, dimensions) of each parameter
 
@@ -98,11 +99,14 @@ def _is_feed_forward(module: nn.Module) -> bool:
         return False
     linear: list[tuple[int, int]] = []
     for _, part in plain_modules(module):
-        weights = dict(part.named_parameters(recurse=False))
-        if any(weight.ndim > 1 for weight in weights.values()):
+        weights = _own_weights(part)
+        if any(len(weight.shape) > 1 for weight in weights.values()):
             if isinstance(part, nn.Linear):
                 linear.append((part.in_features, part.out_features))
-            elif type(part).__name__ == "Conv1D" and set(weights) <= {"weight", "bias"}:  # of transformers: transposed
+            elif type(part).__name__.endswith("Conv1D") and set(weights) <= {
+                "weight",
+                "bias",
+            }:  # of transformers: transposed
                 before, after = weights["weight"].shape
                 linear.append((before, after))
             else:
@@ -168,12 +172,12 @@ def _is_composite(module: nn.Module) -> bool:
 
     False for a childless layer of ``torch.nn`` (linear, convolution, LSTM) and for a normalisation written by hand.
     """
-    if module._modules and any(True for child in module.children() for _ in child.parameters()):
+    if module._modules and any(_own_weights(part) for child in module.children() for part in child.modules()):
         return True
     if any(cls.__module__.startswith("torch.nn.") for cls in type(module).__mro__ if cls is not nn.Module):
         return False
-    own = list(module.parameters(recurse=False))
-    return len(own) >= 2 and any(parameter.ndim >= 2 for parameter in own)
+    own = _own_weights(module).values()
+    return len(own) >= 2 and any(len(weight.shape) >= 2 for weight in own)
 
 
 def _is_callable(module: nn.Module) -> bool:
@@ -182,7 +186,16 @@ def _is_callable(module: nn.Module) -> bool:
 
 
 def _build(module: nn.Module) -> Build:
-    return frozenset((name, p.ndim) for name, p in module.named_parameters(remove_duplicate=False))
+    return frozenset(
+        (f"{name}.{key}", len(weight.shape))
+        for name, part in module.named_modules(remove_duplicate=False)
+        for key, weight in _own_weights(part).items()
+    )
+
+
+def _own_weights(part: nn.Module) -> dict[str, nn.Parameter | QuantizedWeight]:
+    """Return the parameters of a module itself, and those that are quantized."""
+    return {**dict(part.named_parameters(recurse=False)), **weights_in(part)}
 
 
 def _groups(children: Sequence[nn.Module]) -> list[list[nn.Module]]:
@@ -218,11 +231,11 @@ def _made_of(members: Sequence[nn.Module], inner: Sequence[nn.Module]) -> bool:
     nearly all of its parameters but not its norms, so the layer stays one block. At least one of them must have two
     matrices: a convolution with its normalisation isn't a block.
     """
-    weights_in, kinds_in = _content(inner)
-    weights_all, kinds_all = _content(members)
+    numbers_in, kinds_in = _content(inner)
+    numbers_all, kinds_all = _content(members)
     norms = {kind for kind in kinds_all if all(ndim == 1 for _, ndim in kind)}
     return (
-        3 * weights_in > 2 * weights_all
+        3 * numbers_in > 2 * numbers_all
         and 2 * len(kinds_in) > len(kinds_all)
         and (not norms or bool(norms & kinds_in))
         and any(sum(ndim >= 2 for _, ndim in _build(block)) >= 2 for block in inner)
@@ -234,10 +247,10 @@ def _content(modules: Iterable[nn.Module]) -> tuple[int, set[Build]]:
     sizes: dict[int, int] = {}
     kinds: set[Build] = set()
     for part in (part for module in modules for part in module.modules() if not isinstance(part, nn.Embedding)):
-        own = dict(part.named_parameters(recurse=False))
-        sizes.update({id(parameter): parameter.numel() for parameter in own.values()})
+        own = _own_weights(part)
+        sizes.update({id(weight): weight.shape.numel() for weight in own.values()})
         if own:
-            kinds.add(frozenset((name, parameter.ndim) for name, parameter in own.items()))
+            kinds.add(frozenset((name, len(weight.shape)) for name, weight in own.items()))
     return sum(sizes.values()), kinds
 
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_solo.memory import host_slabs
+from lightning_solo.memory.block_ring import loaded_buffers
 from lightning_solo.nn.saved_tensors import Left, Moved, View, require_unchanged
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # other classes hold their numbers in tensors of their own
@@ -90,7 +91,7 @@ class Offloader:
         self._begin()
         self._weights = {
             tensor.untyped_storage()._cdata
-            for tensor in (*module.parameters(), *module.buffers())
+            for tensor in (*module.parameters(), *module.buffers(), *loaded_buffers())
             if tensor.layout is torch.strided
         }
 

@@ -5,7 +5,7 @@ A step isn't traced chunk by chunk, which would take minutes for a module with b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_solo.attributes import replaced
 from lightning_solo.memory import host_slabs
+from lightning_solo.memory.block_ring import BlockRing
 from lightning_solo.nn.offloading import Offloader
 from lightning_solo.optim import adamw_update, cpu_kernel, kernels, memory_order, split_weights, staging
 from lightning_solo.optim.gpu_kernel import TritonKernels
@@ -116,11 +117,13 @@ def planned_host_memory(tracer: Tracer) -> Iterator[None]:
     Plans run on a CPU, where host memory can't be told from the device's. Staging buffers are allocated, but nothing is
     copied.
     """
-    allocate = host_slabs.host_tensors
 
-    def host_tensors(*arguments: Any) -> list[Tensor]:
-        with tracer.on_host():
-            return allocate(*arguments)
+    def on_host(allocate: Callable[..., Any]) -> Callable[..., Any]:
+        def allocated(*arguments: Any) -> Any:
+            with tracer.on_host():
+                return allocate(*arguments)
+
+        return allocated
 
     @contextmanager
     def on_device(
@@ -136,8 +139,10 @@ def planned_host_memory(tracer: Tracer) -> Iterator[None]:
         yield dict(pieces)
         tracer.copy(TO_HOST, sum(piece.nbytes for name, piece in pieces.items() if name not in unchanged), slot)
 
-    staged = replaced(staging.Staging, "on_device", on_device)
-    with replaced(host_slabs, "host_tensors", host_tensors), staged:
+    with ExitStack() as stack:
+        for name in ("host_tensors", "host_copy"):
+            stack.enter_context(replaced(host_slabs, name, on_host(getattr(host_slabs, name))))
+        stack.enter_context(replaced(staging.Staging, "on_device", on_device))
         yield
 
 
@@ -164,6 +169,30 @@ def planned_offloading(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
             stack.enter_context(replaced(Offloader, "_copy", copy_aside))
             stack.enter_context(replaced(Offloader, "_await_copy", await_copy))
         yield
+
+
+@contextmanager
+def planned_rings(tracer: Tracer) -> Iterator[None]:
+    """Record the copies of blocks to a GPU, which wait for the operators that use a buffer's last block."""
+    copy = BlockRing._copy
+
+    def copy_aside(self: BlockRing, slot: Any, number: int) -> None:
+        if not tracer.fake:
+            copy(self, slot, number)
+        buffer = _RING_BUFFERS + self._slots.index(slot)
+        tracer.copy(TO_HOST, 0, buffer)  # of which a copy to the device waits, as it does for operators
+        tracer.copy(TO_DEVICE, self._stored[number].nbytes, buffer)
+        slot.copied = buffer
+
+    def await_copy(self: BlockRing, slot: Any) -> None:
+        tracer.copy(AWAITED, 0, slot.copied)
+
+    with replaced(BlockRing, "_copy", copy_aside), replaced(BlockRing, "_await_copy", await_copy):
+        yield
+
+
+_RING_BUFFERS = 10**6
+"""Numbers of rings' buffers begin here, above those of staging buffers."""
 
 
 def _slot(moved: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,8 @@ def methods_through(strategy: Any, around: Mapping[str, Callable[..., Any]]) -> 
     Copies and pickles of the strategy and its precision don't contain the replacements.
     """
     stock_state = strategy.__getstate__
-    # `batches_through` and `checkpoint_reads` replace the last two
-    left_out = {*around, "__getstate__", "solo_run", "batch_to_device", "load_checkpoint"}
+    # `batches_through`, `checkpoint_reads` and `moves_within` replace the last three
+    left_out = {*around, "__getstate__", "solo_run", "batch_to_device", "load_checkpoint", "model_to_device"}
 
     def state() -> dict[str, Any]:
         plain = {name: value for name, value in stock_state().items() if name not in left_out}
@@ -157,6 +157,17 @@ def without_distributed_sampler(trainer: Any) -> Any:
 def batches_through(strategy: Any, around: Around) -> Any:
     """Replace the strategy's function that moves a batch to the device by ``around(stock)``."""
     return replaced(strategy, "batch_to_device", around(strategy.batch_to_device))
+
+
+def moves_within(strategy: Any, context: Callable[[], AbstractContextManager[Any]]) -> Any:
+    """Move the module to the device, after its conversion to the precision's type, in ``context()``."""
+    stock = strategy.model_to_device
+
+    def model_to_device() -> None:
+        with context():
+            stock()
+
+    return replaced(strategy, "model_to_device", model_to_device)
 
 
 def checkpoint_reads(strategy: Any, around: Around) -> Any:

@@ -36,6 +36,7 @@ OVERRIDES = {
     "offloading": SMALL,
     "long_context": SMALL,
     "curriculum": ["callback.curriculum.duration=2"],
+    "qlora_streamed": ["callback.quantized_base.format=int8"],
     "qlora": ["callback.quantized_base.format=int8"],  # bitsandbytes' kernels don't run on the simulated device
     "compile": ["callback.regional_compilation.backend=aot_eager"],  # no Triton compiles for the simulated device
 }

@@ -67,7 +67,8 @@ class QuantizedBase(Technique, Settings):
                 assert p is not None
                 if id(p) not in by_tensor:  # tied weights stay tied
                     form = "int8" if isinstance(part, nn.Embedding) else self.format
-                    by_tensor[id(p)] = quantized(p.detach(), form, ctx.device)
+                    made = quantized(p.detach(), form, ctx.device)
+                    by_tensor[id(p)] = made.to(p.device)  # so that no more than one is there before the module moves
                 weights[parameter_name] = by_tensor[id(p)]
             ctx.undo.callback(quantize(part, weights))
         already, now = {id(weight) for weight in before.values()}, quantized_weights_of(ctx.module)
