@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lightning_solo.checkpoint.manifest import latest_checkpoint as latest_checkpoint
     from lightning_solo.export.adapter_files import load_adapters as load_adapters
     from lightning_solo.export.adapter_files import merge_adapters as merge_adapters
+    from lightning_solo.export.pretrained import export_pretrained as export_pretrained
     from lightning_solo.export.weights import export_weights as export_weights
     from lightning_solo.lightning_cli import SoloCLI as SoloCLI
     from lightning_solo.nn.adaptation import use_adapter as use_adapter
@@ -56,6 +57,7 @@ _HOME = {
     **dict.fromkeys(("load_adapters", "merge_adapters"), "lightning_solo.export.adapter_files"),
     "remove_adapters": "lightning_solo.nn.adapter_merging",
     "use_adapter": "lightning_solo.nn.adaptation",
+    "export_pretrained": "lightning_solo.export.pretrained",
     "export_weights": "lightning_solo.export.weights",
     "latest_checkpoint": "lightning_solo.checkpoint.manifest",
     "load_quantized": "lightning_solo.nn.quantized_loading",

@@ -21,11 +21,11 @@ HASHES = "sha256.json"
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def whole_folder(path: Path, *, hashes: bool = True) -> Iterator[Path]:
     """Yield a temporary folder in the same place, which gets the name ``path`` at a clean end.
 
-    Its files are then listed with their hashes, and on the disk. After an exception it is removed, and an existing
-    folder ``path`` is unchanged.
+    Its files are then on the disk, and with ``hashes`` listed in a file. After an exception it is removed, and an
+    existing folder ``path`` is unchanged.
     """
     new = path.with_name(f".new-{os.getpid()}-{threading.get_ident()}")  # `lock` removes what a killed run leaves
     shutil.rmtree(new, ignore_errors=True)
@@ -35,7 +35,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
         files = sorted(file for file in new.rglob("*") if file.is_file())
         for file in files:
             sync(file)
-        write_json(new / HASHES, {file.relative_to(new).as_posix(): digest(file) for file in files})
+        if hashes:
+            write_json(new / HASHES, {file.relative_to(new).as_posix(): digest(file) for file in files})
         for folder in (new, *(each for each in new.rglob("*") if each.is_dir())):
             sync(folder)
         before = path.rename(new.with_name(f"{new.name}0")) if path.exists() else None

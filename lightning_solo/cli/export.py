@@ -1,4 +1,4 @@
-"""`lightning-solo export RUN|FILE --format weights`: writes the content of a checkpoint in a form that others read."""
+"""`lightning-solo export RUN|FILE --format weights|hf|adapter`: writes a checkpoint in a form that others read."""
 
 from __future__ import annotations
 
@@ -9,34 +9,59 @@ from pathlib import Path
 
 from lightning_solo.cli.options import Parser
 from lightning_solo.errors import PresetError, nearest
-from lightning_solo.export.formats import DTYPES, FORMATS
+from lightning_solo.export.formats import BASES, DTYPES, FORMATS
 
-TAKES = "write: lightning-solo export RUN|FILE [--format weights] [--dtype fp32|bf16] [--output FILE] [--force]"
+TAKES = (
+    "write: lightning-solo export RUN|FILE [--format weights|hf|adapter] [--dtype fp32|bf16|fp16] [--output PATH]"
+    " [--force], with hf and adapter also [--base-folder FOLDER] [--tokenizer FOLDER], with hf [--base"
+    " dequantized|original] [--shard-size 5GB]"
+)
+_CHOICES = {"format": tuple(FORMATS), "dtype": DTYPES, "base": BASES}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write the export and print a line about it."""
-    options = parse(arguments)
-    write = pkgutil.resolve_name(FORMATS[options.format])
-    print(write(options.source, options.dtype, options.output, overwrite=options.force))
+    """Write the export and print lines about it."""
+    options = vars(parse(arguments))
+    source, format = options.pop("source"), options.pop("format")
+    write = pkgutil.resolve_name(FORMATS[format].target)
+    print("\n".join(write(source, format=format, overwrite=options.pop("force"), **options)))
     return 0
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options.
+    """Return the source, the format, whether to replace an output, and those other options that are written.
 
     Raises:
-        PresetError: an unknown option, format or type.
+        PresetError: an unknown option, format or type; or an option that the format doesn't take.
     """
     parser = Parser("export", (__doc__ or "").splitlines()[0], TAKES)
     parser.add_argument("source", type=Path, metavar="RUN|FILE", help="the folder of a run, or a checkpoint")
     parser.add_argument("--format", default="weights", help=f"one of {', '.join(FORMATS)}")
-    parser.add_argument("--dtype", default="fp32", metavar="fp32|bf16", help="the type of the weights")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="by default beside the checkpoint")
+    parser.add_argument(
+        "--output", type=Path, metavar="PATH", help="a file or folder; by default beside the checkpoint"
+    )
     parser.add_argument("--force", action="store_true", help="replace an existing output")
+    others = parser.add_argument_group("options of some formats")
+    others.add_argument(
+        "--dtype", metavar="|".join(DTYPES), help="the type of the weights; by default fp32, or the base's"
+    )
+    others.add_argument(
+        "--base", metavar="|".join(BASES), help="the weights in 4 or 8 bits to which an adapter is added"
+    )
+    others.add_argument("--base-folder", type=Path, metavar="FOLDER", help="the base model, if it isn't where it was")
+    others.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="the tokenizer, if tokens were added")
+    others.add_argument("--shard-size", metavar="SIZE", help="the largest size of a file, by default 5GB")
     options = parser.parse_args(arguments)
-    if options.format not in FORMATS:
-        raise PresetError(f"--format {options.format}{nearest(options.format, FORMATS)}there are {', '.join(FORMATS)}")
-    if options.dtype not in DTYPES:
-        raise PresetError(f"--dtype {options.dtype}: write --dtype {' or --dtype '.join(DTYPES)}")
-    return options
+    for name, allowed in _CHOICES.items():
+        value = getattr(options, name)
+        if value is not None and value not in allowed:
+            raise PresetError(f"--{name} {value}{nearest(value, allowed)}there are {', '.join(allowed)}")
+    always = ("source", "format", "output", "force")
+    written = {name: value for name, value in vars(options).items() if value is not None or name in always}
+    if other := [name for name in written if name not in (*always, *FORMATS[options.format].options)]:
+        takers = [name for name, each in FORMATS.items() if other[0] in each.options]
+        raise PresetError(
+            f"--{other[0].replace('_', '-')} and --format {options.format}: it is an option of --format"
+            f" {' and '.join(takers)}"
+        )
+    return argparse.Namespace(**written)

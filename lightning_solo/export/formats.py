@@ -1,8 +1,32 @@
 """The choices of `lightning-solo export` and `convert`, known without importing torch."""
 
-FORMATS = {"weights": "lightning_solo.export.weights:write_weights"}
-"""Name of a format -> "module:function"; the function writes a file and returns a line about it."""
-DTYPES = ("fp32", "bf16")
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Format(NamedTuple):
+    """A format of `lightning-solo export`.
+
+    Attributes:
+        target: "module:function"; the function takes the source, the output and options, writes, and returns lines.
+        options: names of the options that it takes, besides ``output`` and ``overwrite``.
+    """
+
+    target: str
+    options: tuple[str, ...]
+
+
+_FOLDER = "lightning_solo.export.pretrained:export_pretrained"
+FORMATS = {
+    "weights": Format("lightning_solo.export.weights:write_weights", ("dtype",)),
+    "hf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "shard_size")),
+    "adapter": Format(_FOLDER, ("dtype", "base_folder", "tokenizer")),
+}
+"""Name of a format -> how it is written."""
+DTYPES = ("fp32", "bf16", "fp16")
 """The types of exported weights."""
+BASES = ("dequantized", "original")
+"""The weights of a base in 4 or 8 bits to which an adapter can be added."""
 FORMS = ("plain", "compact")
 """The forms of a checkpoint's optimizer states, as `lightning-solo convert --to` takes them."""

@@ -23,7 +23,7 @@ from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.optim.split_weights import joined
 from lightning_solo.units import format_bytes
 
-TYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16), strict=True))
+TYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 
@@ -56,7 +56,7 @@ def export_weights(
     Args:
         source: a LightningModule during or after its fit, any other module, the path of a checkpoint, a folder that
             DeepSpeed's engine saved in one process, or the folder of a run, of which the last checkpoint is taken.
-        dtype: "fp32", or "bf16": as the forward of ``compact`` uses them.
+        dtype: "fp32", "bf16", as the forward of ``compact`` uses them, or "fp16".
         output: a file to write: ``.safetensors``, or ``.pt`` by ``torch.save``. Of tied weights safetensors stores the
             first, and the names of the others in its metadata.
         overwrite: whether an existing file is replaced.
@@ -76,23 +76,42 @@ def export_weights(
     path = None if output is None else Path(output)
     if path is not None:
         _require_writable(path, overwrite=overwrite)
-    weights = _plain(_of_module(source) if isinstance(source, nn.Module) else _of_file(Path(source)), dtype)
+    weights = _plain(source_of(source), dtype)
     if path is not None:
         _write(weights, path)
     return weights
 
 
-def write_weights(source: Path, dtype: str, output: Path | None = None, *, overwrite: bool = False) -> str:
+def write_weights(
+    source: Path, output: Path | None = None, format: str = "weights", *, dtype: str = "fp32", overwrite: bool = False
+) -> list[str]:
     """Write the weights of a checkpoint, by default next to it; return a line with file, type and size."""
     checkpoint = checkpoint_of(source)
     output = output or checkpoint.with_name(f"{checkpoint.stem}-{dtype}.safetensors")
     weights = export_weights(checkpoint, dtype, output, overwrite=overwrite)
     tensors = [value for value in weights.values() if isinstance(value, Tensor)]
     size = format_bytes(output.stat().st_size)
-    return f"weights: {output}, {size}: {len(tensors)} tensors of {checkpoint} in {dtype}"
+    return [f"{format}: {output}, {size}: {len(tensors)} tensors of {checkpoint} in {dtype}"]
 
 
 # --- sources ---
+
+
+def source_of(source: nn.Module | str | Path) -> Source:
+    """Return the weights of a module, with the master weights of its optimizers, or of a checkpoint."""
+    return _of_module(source) if isinstance(source, nn.Module) else _of_file(Path(source))
+
+
+def widest_weights(source: Source) -> dict[str, Tensor]:
+    """Return the tensors of a source on the host: master weights in fp32 where there are some, the others as they are.
+
+    Tensors that are on the host already aren't copied.
+    """
+    return {
+        name: source.masters[name]() if name in source.masters else value.detach().to("cpu")
+        for name, value in source.weights.items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _of_module(module: nn.Module) -> Source:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -252,7 +253,10 @@ def _inject(root: nn.Module, config: AdapterConfig) -> None:
             init_lora_weights="pissa" if config.method == "pissa" else True,
             trainable_token_indices=tokens or None,
         )
-    imported("peft.functional").inject_adapter_in_model(peft_config, root, config.name)
+    inject = imported("peft.functional").inject_adapter_in_model
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set")  # of each layer peft finds out itself
+        inject(peft_config, root, config.name)
     for layer in list(root.modules()):
         if type(layer) is imported("peft.tuners.lora.layer").MultiheadAttention:
             layer.__class__ = exact_attention()

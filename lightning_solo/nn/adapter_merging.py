@@ -82,7 +82,7 @@ def _merge_layer(layer: Any) -> float:
     weights: list[Any] = [part._parameters[key] for part, key in parts]
     types = [p.dtype for p in weights]
     for p in weights:
-        p.data = p.data.float()
+        p.data = p.data.to(torch.float32, copy=True)  # peft adds in place, and others may share the numbers
     layer.merge(adapter_names=[name for name in layer.active_adapters if name in _adapters_in(layer)])
     for (part, key), p, dtype in zip(parts, weights, types, strict=True):
         merged = getattr(part, key)

@@ -285,14 +285,14 @@ def test_file_with_a_flipped_bit_is_refused(tmp_path: Path) -> None:
 
 
 def test_options_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(PresetError, match=mentions("dtype='fp16'", "fp32 or bf16")):
-        solo.export_weights(nn.Linear(1, 1), "fp16")
+    with pytest.raises(PresetError, match=mentions("dtype='fp8'", "fp32 or bf16 or fp16")):
+        solo.export_weights(nn.Linear(1, 1), "fp8")
     with pytest.raises(PresetError, match=mentions("output=", ".safetensors")):
         solo.export_weights(nn.Linear(1, 1), output=tmp_path / "weights.onnx")
     with pytest.raises(PresetError, match=mentions("--format weight", "did you mean 'weights'")):
         parse(["x.ckpt", "--format", "weight"])
-    with pytest.raises(PresetError, match=mentions("--dtype fp16", "--dtype fp32 or --dtype bf16")):
-        parse(["x.ckpt", "--dtype", "fp16"])
+    with pytest.raises(PresetError, match=mentions("--dtype fp8", "fp32, bf16, fp16")):
+        parse(["x.ckpt", "--dtype", "fp8"])
     monkeypatch.setattr(weights_module, "is_installed", lambda package: package != "safetensors")
     remedy = ["pip install lightning-solo[safetensors]", "weights.pt"]
     with pytest.raises(CapabilityError, match=mentions(*remedy)):

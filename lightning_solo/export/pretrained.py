@@ -1,0 +1,239 @@
+"""Folders that transformers and peft load: the merged model, or the adapter alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.checkpoint.folders import whole_folder
+from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, PresetError, SoloError, nearest
+from lightning_solo.export.adapter_folder import write_adapter
+from lightning_solo.export.formats import BASES, DTYPES
+from lightning_solo.export.generation_files import write_generation_files, write_tokenizer
+from lightning_solo.export.sources import checkpoint_of
+from lightning_solo.export.trained_models import TrainedModel, trained_model
+from lightning_solo.export.weights import TYPES
+from lightning_solo.nn.adapter_merging import merge, merge_summary
+from lightning_solo.units import format_bytes
+
+EXPORTED = ("config.json", "adapter_config.json", "Modelfile")
+"""Files of which each exported folder has one: others aren't replaced."""
+ROWS, TOKENS = 4, 16
+"""Size of the batch on which logits are compared."""
+
+
+def export_pretrained(
+    source: nn.Module | str | Path,
+    output: str | Path | None = None,
+    format: str = "hf",
+    *,
+    dtype: str | None = None,
+    base: str = "dequantized",
+    base_folder: str | Path | None = None,
+    model: str | None = None,
+    tokenizer: str | Path | None = None,
+    shard_size: str = "5GB",
+    overwrite: bool = False,
+) -> list[str]:
+    """Write a model of Hugging Face's as a folder that transformers loads without this package; return lines about it.
+
+    Its logits on random tokens are compared with those of the trained model, and the difference is in the lines.
+
+    Args:
+        source: a module that has the model as any attribute, and stays as it is; or a checkpoint or run of one.
+        output: the folder to write; by default beside the checkpoint.
+        format: "hf": the model, with its adapter merged; "adapter": the adapter alone, in the layout of peft.
+        dtype: "fp32", "bf16" or "fp16"; by default the types of the base's folder, and of an adapter as it was trained.
+        base: to which weights an adapter is added, where training had them in 4 or 8 bits: to the "dequantized" ones,
+            as in training, or to the "original" ones of the base's folder, which give other answers.
+        base_folder: of the base model; by default the ``path`` of the module.
+        model: qualified name of the model in the module, if there are several.
+        tokenizer: folder of the tokenizer, if tokens were added; by default the base's.
+        shard_size: largest size of a file.
+        overwrite: whether an earlier export is replaced.
+
+    Raises:
+        NothingToDoError: the module has no model of Hugging Face's; or no adapter, of which the format is "adapter".
+        CheckpointError: the base is missing or another one, or the folder can't be written; then nothing is left.
+        BudgetError: the disk has too little space.
+        PresetError: an unknown argument.
+    """
+    choices: dict[str, tuple[str | None, tuple[str, ...]]] = {
+        "format": (format, ("hf", "adapter")),
+        "dtype": (dtype, DTYPES),
+        "base": (base, BASES),
+    }
+    for option, (value, allowed) in choices.items():
+        if value not in allowed and (option, value) != ("dtype", None):
+            raise PresetError(f"{option}={value!r}{nearest(str(value), allowed)}write {' or '.join(allowed)}")
+    folder = _new_folder(source, output, format, overwrite=overwrite)
+    _refuse_inside(folder, [base_folder, tokenizer, *([] if isinstance(source, nn.Module) else [source])])
+    trained = trained_model(
+        source if isinstance(source, nn.Module) else Path(source),
+        model,
+        None if base_folder is None else Path(base_folder),
+        dtype,
+        base,
+    )
+    _refuse_inside(folder, [trained.folder])
+    words = None if tokenizer is None else Path(tokenizer)
+    with _written(folder) as new:
+        if format == "adapter":
+            lines = write_adapter(trained, new, None if dtype is None else TYPES[dtype])
+            lines += write_tokenizer(words, new) if words is not None else []
+        else:
+            lines = write_model(trained, new, dtype, base, words or trained.folder, shard_size)
+    return [f"{format}: {folder}, {format_bytes(sum(file.stat().st_size for file in folder.iterdir()))}", *lines]
+
+
+# --- the merged model ---
+
+
+def write_model(
+    trained: TrainedModel, folder: Path, dtype: str | None, base: str, tokenizer: Path | None, shard_size: str
+) -> list[str]:
+    """Write the model with its adapter merged, and everything that generation needs; return lines about it."""
+    model, lines = trained.model, list(trained.notes)
+    before = logits(model)
+    if base == "original":
+        if trained.adapter is None:
+            raise ConflictError("base='original' without an adapter: the weights themselves were trained; leave it out")
+        trained.use_originals()
+    if trained.adapter is not None:
+        lines.append(merge_summary(merge(model)))
+    for name, p in model.named_parameters():
+        if p.is_floating_point():
+            p.data = p.data.to(trained.dtypes.get(name, p.dtype) if dtype is None else TYPES[dtype])
+    _require_space(folder, sum(p.nbytes for p in model.parameters()))
+    with _quiet():
+        _save(model, folder, shard_size)
+    lines += write_tokenizer(tokenizer, folder)
+    lines += write_generation_files(model, trained.folder, folder)
+    with _quiet():
+        after = logits(type(model).from_pretrained(folder, dtype="auto", local_files_only=True))
+    return [*lines, difference(before, after, trained, base)]
+
+
+def _save(model: Any, folder: Path, shard_size: str) -> None:
+    generation, model.generation_config = model.generation_config, type(model.generation_config)()
+    try:
+        model.save_pretrained(folder, max_shard_size=shard_size)
+    finally:
+        model.generation_config = generation
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor | None:
+    """Return the outputs for random tokens, in fp32; None for a model that doesn't take tokens alone."""
+    table: Any = model.get_input_embeddings()
+    if model.main_input_name != "input_ids" or not isinstance(getattr(table, "weight", None), Tensor):
+        return None
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or TOKENS
+    shape = (ROWS, min(TOKENS, positions))
+    ids = torch.randint(len(table.weight), shape, generator=torch.Generator().manual_seed(0))
+    decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    output: Tensor = model.eval()(input_ids=ids, **decoder)[0]
+    return output.float()
+
+
+def difference(before: Tensor | None, after: Tensor | None, trained: TrainedModel, base: str) -> str:
+    """Return a line about the logits of the trained and of the exported model.
+
+    Raises:
+        CheckpointError: those of the exported model aren't finite.
+    """
+    if before is None or after is None:
+        return "logits: not compared, since the model takes more than tokens"
+    if bool(before.isfinite().all()) and not bool(after.isfinite().all()):
+        raise CheckpointError("the exported weights overflow in 16 bits; write --dtype bf16 or --dtype fp32")
+    largest = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
+    same = float((after.argmax(-1) == before.argmax(-1)).float().mean())
+    line = (
+        f"logits of {before.shape[0]} rows: largest difference {largest:.1e} of the largest logit of the trained model;"
+        f" {same:.0%} of the likeliest tokens are the same"
+    )
+    if trained.formats:
+        kinds = " and ".join(sorted(set(trained.formats.values())))
+        how = f"it was trained on weights in {kinds}; the adapter is added to the {base} ones"
+        line += f" ({how}{'; base=dequantized answers as in training' if base == 'original' else ''})"
+    return line
+
+
+# --- folders ---
+
+
+def _new_folder(source: Any, output: str | Path | None, format: str, *, overwrite: bool) -> Path:
+    if output is None:
+        if isinstance(source, nn.Module):
+            raise PresetError("output: write the folder for the export, as export_pretrained(module, 'folder')")
+        checkpoint = checkpoint_of(Path(source))
+        output = checkpoint.with_name(f"{checkpoint.stem}-{format}")
+    folder = Path(output)
+    if folder.exists():
+        ours = folder.is_dir() and (not any(folder.iterdir()) or any((folder / name).is_file() for name in EXPORTED))
+        if not ours or folder.is_symlink():
+            raise CheckpointError(f"{folder} exists, and is no exported folder; write --output FOLDER, a new one")
+        if any(folder.iterdir()) and not overwrite:
+            raise CheckpointError(f"{folder} exists; write --force (in Python overwrite=True) to replace it")
+    return folder
+
+
+def _refuse_inside(folder: Path, kept: list[Any]) -> None:
+    """Refuse to replace a folder that has, or is, a folder that is read."""
+    target = folder.resolve()
+    for each in kept:
+        if each is not None and Path(each).resolve().is_relative_to(target):
+            raise CheckpointError(f"{folder} has {each}, which is read; write --output FOLDER, another one")
+
+
+@contextmanager
+def _written(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that becomes ``folder`` at a clean end.
+
+    Raises:
+        CheckpointError: it can't be written; nothing is left, and an earlier folder is unchanged.
+    """
+    try:
+        with whole_folder(folder, hashes=False) as new:
+            yield new
+    except SoloError:
+        raise
+    except Exception as error:  # OSError, or of the writing library, where the disk is full
+        if type(error).__name__ != "SafetensorError" and not isinstance(error, OSError):
+            raise
+        raise CheckpointError(f"{folder} can't be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _require_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise BudgetError(
+            f"{folder.parent}: the export takes {format_bytes(needed)}, and the disk has {format_bytes(free)} free;"
+            f" free {format_bytes(needed - free)}, or write --output FOLDER on another disk",
+            needed,
+            free,
+        )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence progress bars and reports of transformers."""
+    from transformers.utils import logging as reports
+
+    logging: Any = reports
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,435 @@
+"""A model of Hugging Face's as it was trained, as a copy on the host, from a module or a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from lightning_solo.atomic_files import read_json
+from lightning_solo.errors import CapabilityError, CheckpointError, ConflictError, NothingToDoError, listed
+from lightning_solo.export.sources import checkpoint_of, read
+from lightning_solo.export.weights import source_of, widest_weights
+from lightning_solo.machine import is_installed
+from lightning_solo.nn.adaptation import (
+    AdapterConfig,
+    adapter_configs,
+    adapter_modules,
+    adapter_names,
+    adapter_parameters,
+    base_tensors,
+    insert,
+    plain_key,
+)
+from lightning_solo.nn.adapted import plain_modules
+from lightning_solo.nn.adapter_weights import (
+    RECORD,
+    base_samples,
+    load_adapter_weights,
+    plain_that_were_rounded,
+    refuse_other_base,
+    require_modules,
+    trained_keys,
+)
+from lightning_solo.nn.quantized import quantized, quantized_weights_of, with_plain_weights
+from lightning_solo.nn.quantized_loading import parameters_without_numbers
+
+INSTEAD = "for any module write lightning-solo export RUN --format weights (in Python solo.export_weights)"
+
+
+@dataclass
+class TrainedModel:
+    """A model of Hugging Face's on the host, with its adapter beside the weights.
+
+    Attributes:
+        model: the model, in evaluation mode.
+        adapter: what its adapter is, by the names of ``model``; None without one.
+        folder: of the base; None where it is unknown.
+        formats: name of a weight that training had in 4 or 8 bits -> "nf4" or "int8".
+        originals: name of a weight that may be rounded in ``model`` -> that of the base's folder.
+        dtypes: name of a weight -> its type in the base's folder, where ``model`` has more bits.
+        factors: weights of an adapter of PiSSA as they were when training began.
+        notes: lines for the user.
+    """
+
+    model: Any
+    adapter: AdapterConfig | None = None
+    folder: Path | None = None
+    formats: Mapping[str, str] = field(default_factory=dict)
+    originals: Mapping[str, Tensor] = field(default_factory=dict)
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    factors: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def use_originals(self) -> None:
+        """Put the weights of the base's folder in the place of rounded ones."""
+        tensors = base_tensors(self.model)
+        for name, weight in self.originals.items():
+            tensors[name].data = weight.to(tensors[name].dtype)
+
+    def insert(self, config: AdapterConfig, weights: Mapping[str, Tensor]) -> None:
+        """Put an adapter into the model, with its trained weights."""
+        insert(self.model, config)
+        if config.method == "pissa":
+            self.factors = {key: p.detach().clone() for key, p in adapter_parameters(self.model, config.name).items()}
+        tensors = base_tensors(self.model)
+        for name in (*config.tokens, *config.modules_to_save):  # whose numbers are overwritten in place
+            for key in tensors:
+                if key.rpartition(".")[0] == name or key.startswith(f"{name}."):
+                    tensors[key].data = tensors[key].data.clone()
+        load_adapter_weights(
+            self.model, config, {key: weights[key] for key in trained_keys(self.model, config, weights)}
+        )
+        self.adapter = config
+
+
+def trained_model(
+    source: nn.Module | Path,
+    part: str | None = None,
+    folder: Path | None = None,
+    dtype: str | None = None,
+    base: str = "",
+) -> TrainedModel:
+    """Return the model of a module, which stays as it is, or of a checkpoint.
+
+    Args:
+        source: the module, or the path of a checkpoint or a run.
+        part: qualified name of the model in the module; None for its only one.
+        folder: of the base; by default the module's ``path``.
+        dtype: of the export, one of `DTYPES`, or None. Weights are widened to fp32 here, and never narrowed.
+        base: one of `BASES`; the originals of a module are read only for "original".
+
+    Raises:
+        NothingToDoError: the module has no model of Hugging Face's.
+        CheckpointError: the file has none, its base isn't where it was, or it is another one.
+        ConflictError: there are several models, or adapters of something else.
+    """
+    if not is_installed("transformers"):
+        raise CapabilityError("folders of Hugging Face need transformers; write pip install transformers safetensors")
+    widest = torch.float32 if dtype == "fp32" else None
+    trained = (
+        _of_module(source, part, folder, widest, originals=base == "original")
+        if isinstance(source, nn.Module)
+        else _of_checkpoint(source, folder, widest)
+    )
+    trained.model.eval()
+    return trained
+
+
+# --- from a module ---
+
+
+def find_model(module: nn.Module, name: str | None) -> tuple[str, Any]:
+    """Return (qualified name, model) of the model of Hugging Face's in a module.
+
+    Raises:
+        NothingToDoError: there is none, or none of this name.
+        ConflictError: there are several, and no name.
+    """
+    from transformers import PreTrainedModel
+
+    models: dict[str, Any] = {}
+    for path, part in plain_modules(module):
+        is_inside = any(path.startswith(f"{outer}." if outer else "") for outer in models)
+        if isinstance(part, PreTrainedModel) and not is_inside:
+            models[path] = part
+    if not models:
+        raise NothingToDoError(f"{type(module).__name__} has no model of transformers; {INSTEAD}")
+    if name is None and len(models) == 1:
+        return next(iter(models.items()))
+    if name not in models:
+        raise ConflictError(
+            f"model={name!r}: {type(module).__name__} has the models {', '.join(models)}; write"
+            f" model={next(iter(models))!r}"
+        )
+    return name, models[name]
+
+
+def _of_module(
+    module: nn.Module, part: str | None, folder: Path | None, widest: torch.dtype | None, *, originals: bool
+) -> TrainedModel:
+    name, live = find_model(module, part)
+    config = _active_adapter(live)
+    folder = folder or next(filter(_is_model, (getattr(module, "path", None), live.name_or_path)), None)
+    folder = None if folder is None else Path(folder)
+    formats = quantized_weights_of(module)
+    weights = {key: value.detach().cpu() for key, value in with_plain_weights(module.state_dict(), formats).items()}
+    weights |= widest_weights(source_of(module))  # which under adapters are those alone
+    if widest is not None:  # not rounded to the type in which training computed
+        weights |= {key: each.dequantized(widest).cpu() for key, each in formats.items()}
+    prefix = f"{name}." if name else ""
+    own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+    saved = (read_json(folder / "config.json") or {}) if folder is not None else {}
+    kernel = "sdpa" if live._supports_sdpa else "eager"  # others need a GPU
+    with parameters_without_numbers():
+        model = type(live)._from_config(copy.deepcopy(live.config), dtype=live.dtype, attn_implementation=kernel)
+    model.generation_config = copy.deepcopy(getattr(live, "generation_config", None))
+    dtype = getattr(torch, str(saved.get("dtype") or saved.get("torch_dtype")), live.dtype)
+    dtypes = {name: dtype for name, p in model.named_parameters() if p.is_floating_point()}
+    _assign(model, {plain_key(key): value for key, value in own.items()}, type(module).__name__, widest)
+    forms = {plain_key(key).removeprefix(prefix): weight.format for key, weight in formats.items()}
+    trained = TrainedModel(model, None, folder, forms, dtypes=dtypes, notes=_left_out(weights, prefix))
+    if config is None:
+        return trained
+    if originals:
+        if folder is None or config.method == "pissa":
+            raise ConflictError(
+                "base='original': the original weights are "
+                + ("unknown; write base_folder=<the base's folder>" if folder is None else "split up by PiSSA")
+                + ", or export the checkpoint, or write base='dequantized'"
+            )
+        whole = {key for key in base_tensors(model) if key.rpartition(".")[0] in config.modules_to_save}
+        first = base_tensors(_loaded(folder, type(model), widest))
+        trained.originals = {key: first[key] for key in first.keys() - whole}
+    # PiSSA has changed the weights when it was put in, and would do so again
+    trained.insert(replace(config, method="lora") if config.method == "pissa" else config, own)
+    trained.adapter = config
+    return trained
+
+
+def _is_model(path: object) -> bool:
+    return isinstance(path, str | Path) and (Path(path) / "config.json").is_file()
+
+
+def _active_adapter(live: nn.Module) -> AdapterConfig | None:
+    """Return the active adapter of a model, by its names."""
+    configs, names = adapter_configs(live), adapter_names(live)
+    if foreign := [name for name in names if name not in configs]:
+        raise ConflictError(
+            f"the adapter {foreign[0]!r} was put in by something else; merge it there, for example by peft's"
+            " merge_and_unload(), and export then"
+        )
+    layers: list[Any] = [layer for _, layer in adapter_modules(live)]
+    active = (layer.active_adapters for layer in layers if hasattr(layer, "active_adapters"))
+    chosen = next((each[0] for each in active if each), next(iter(names), None))
+    if chosen is None:
+        return None
+    config = configs[chosen]
+    prefix = _prefix({name for name, _ in plain_modules(live)}, _names(config))
+    return _without_prefix(config, prefix or "")
+
+
+# --- from a checkpoint ---
+
+
+def _of_checkpoint(source: Path, folder: Path | None, widest: torch.dtype | None) -> TrainedModel:
+    path = checkpoint_of(source)
+    checkpoint = {} if path.is_dir() else read(path, inert=True)
+    options = checkpoint.get("hyper_parameters", {})
+    folder = folder or _base_of(path, options)
+    model = _loaded(folder, None, widest)
+    weights = widest_weights(source_of(path))
+    record = checkpoint.get(RECORD)
+    if record is None:
+        prefix = _prefix(model.state_dict().keys(), weights)
+        if prefix is None:
+            raise CheckpointError(f"{path} has no weights of {type(model).__name__}, the model in {folder}; {INSTEAD}")
+        own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+        _enlarge(model, own)
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        _assign(model, own, str(path), widest)
+        return TrainedModel(model, folder=folder, dtypes=dtypes, notes=_left_out(weights, prefix))
+    config = AdapterConfig.from_record(record["config"])
+    modules = {name for name, _ in model.named_modules()}
+    prefix = _prefix(modules, _names(config))
+    if prefix is None:
+        raise CheckpointError(
+            f"{path} has adapters of layers that {type(model).__name__}, the model in {folder}, lacks"
+        )
+    notes = _left_out([*_names(config), *weights], prefix)
+    config = _without_prefix(config, prefix)
+    own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+    require_modules(model, config)
+    base = _stripped(record["base"], prefix)
+    if base is not None and (ours := base_samples(model, config)) is not None:
+        refuse_other_base(ours, {**base, "names": ours["names"]})  # the module may have had other parts
+    trained = TrainedModel(model, folder=folder, notes=notes)
+    trained.insert(config, own)
+    if base is not None:
+        _round(trained, base, options.get("dtype"))
+    return trained
+
+
+def _stripped(base: Mapping[str, Any] | None, prefix: str) -> dict[str, Any] | None:
+    """Return what identifies a base, by the names of the model."""
+    if base is None:
+        return None
+    tables = {name: base.get(name, {}) for name in ("checksums", "rounded")}
+    return {name: {key.removeprefix(prefix): v for key, v in table.items()} for name, table in tables.items()}
+
+
+def _round(trained: TrainedModel, base: Mapping[str, Any], loaded_as: str | None) -> None:
+    """Round weights that were in 4 or 8 bits in training, and keep the originals.
+
+    Args:
+        trained: with the adapter.
+        base: of the adapter, as `base_samples` returns it.
+        loaded_as: type of the weights before they were rounded, if it wasn't that of the files.
+
+    Raises:
+        CheckpointError: most of them aren't those on which the adapter was trained.
+    """
+    tensors = base_tensors(trained.model)
+    trained.formats = {name: form for name, (form, _) in base["rounded"].items() if name in tensors}
+    trained.originals = {name: tensors[name].data for name in trained.formats}
+    for name, form in trained.formats.items():
+        weight = tensors[name]
+        first = weight.data.to(getattr(torch, str(loaded_as), weight.dtype))
+        weight.data = quantized(first, form).dequantized(weight.dtype)
+    if other := plain_that_were_rounded(trained.model, base):
+        if 2 * len(other) > len(trained.formats):
+            raise CheckpointError(
+                f"the adapter was trained on other values in {listed(other)}; write --base-folder FOLDER"
+            )
+        trained.notes.append(
+            f"{listed(other)}: this processor rounds them a little otherwise than that of the training"
+        )
+
+
+def _base_of(path: Path, options: Mapping[str, Any]) -> Path:
+    """Return the folder of the base by a checkpoint's hyperparameters, or by the configuration of its run."""
+    config = path.parent.parent / "config.yaml"
+    saved = OmegaConf.load(config) if config.is_file() else OmegaConf.create()
+    folder = options.get("path") or OmegaConf.select(saved, "model.path", throw_on_resolution_failure=False)
+    if not isinstance(folder, str | Path):
+        raise CheckpointError(
+            f"{path} doesn't name the folder of a Hugging Face model (hyper_parameters['path']); if it was trained from"
+            f" one, write --base-folder FOLDER, or in Python solo.export_pretrained(module, folder); {INSTEAD}"
+        )
+    return Path(folder)
+
+
+def _loaded(folder: Path, cls: Any, widest: torch.dtype | None) -> Any:
+    """Return the model of a folder, whose weights stay mapped from its files unless they are widened.
+
+    Raises:
+        CheckpointError: there is no such folder, a tensor is missing, or its weights are in 4 or 8 bits.
+    """
+    import transformers
+
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder}: no config.json of a base model there; write --base-folder FOLDER (in Python base_folder=...),"
+            " where it is now"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if getattr(config, "quantization_config", None):
+            raise CheckpointError(
+                f"{folder}: its weights are in 4 or 8 bits already; write the folder of the 16-bit model"
+            )
+        name = (config.architectures or [""])[0]
+        cls = cls or getattr(transformers, name, transformers.AutoModelForCausalLM)
+        model, report = cls.from_pretrained(
+            folder, dtype=widest or "auto", local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{folder} can't be loaded: {str(error).strip().partition(chr(10))[0]}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise CheckpointError(f"{folder} lacks {listed(missing)}; download the base again")
+    return model
+
+
+def _names(config: AdapterConfig) -> list[str]:
+    return [*config.layers, *config.modules_to_save, *config.tokens]
+
+
+def _without_prefix(config: AdapterConfig, prefix: str) -> AdapterConfig:
+    """Return an adapter's configuration without the names that have no such prefix, and the others without it."""
+
+    def cut(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+    return replace(
+        config,
+        layers=cut(config.layers),
+        feed_forward=cut(config.feed_forward),
+        modules_to_save=cut(config.modules_to_save),
+        tokens={name.removeprefix(prefix): rows for name, rows in config.tokens.items() if name.startswith(prefix)},
+    )
+
+
+def _prefix(own: Collection[str], names: Iterable[str]) -> str | None:
+    """Return what precedes a model's own names in those of a module: the most frequent prefix, or None.
+
+    >>> _prefix({"lm_head.weight", "model.norm.weight"}, ["net.lm_head.weight", "net.model.norm.weight"])
+    'net.'
+    """
+    found: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        places = (at for at in range(len(parts)) if ".".join(parts[at:]) in own)
+        if (at := next(places, None)) is not None:
+            found["".join(f"{part}." for part in parts[:at])] += 1
+    return found.most_common(1)[0][0] if found else None
+
+
+def _left_out(names: Iterable[str], prefix: str) -> list[str]:
+    left = list(dict.fromkeys(name for name in names if not name.startswith(prefix)))
+    return [f"left out, since they aren't of {prefix.rstrip('.')}: {listed(left)}"] if left else []
+
+
+# --- weights into a model ---
+
+
+def _enlarge(model: Any, weights: Mapping[str, Tensor]) -> None:
+    """Give a model as many embeddings as the weights have, so that its configuration says so."""
+    table = model.get_input_embeddings()
+    name = next(name for name, part in model.named_modules() if part is table)
+    rows = len(weights.get(f"{name}.weight", table.weight))
+    if rows != len(table.weight):
+        model.resize_token_embeddings(rows, mean_resizing=False)
+
+
+def _assign(model: Any, weights: Mapping[str, Tensor], source: str, widest: torch.dtype | None) -> None:
+    """Give a model the weights and buffers; all weights become fp32 if one of them is, so that it can compute.
+
+    Parameters that are tied in the model, of which the weights differ, are untied, also in its configuration.
+
+    Raises:
+        CheckpointError: a weight is missing, or has another shape.
+    """
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    used = {name: weights[name] for each in names.values() for name in each if name in weights}
+    if any(weight.dtype is torch.float32 for weight in used.values()):
+        widest = torch.float32
+    parameters = list(model.parameters())  # whose ids stay theirs
+    new: dict[int, nn.Parameter] = {}
+    places: set[int] = set()
+    for path, part in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for key, p in list(part._parameters.items()):
+            if p is None:
+                continue
+            weight = used.get(prefix + key, next((used[each] for each in names[id(p)] if each in used), None))
+            if weight is None or weight.shape != p.shape:
+                there = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
+                raise CheckpointError(f"{source} has {there} for {prefix}{key}, of shape {tuple(p.shape)}")
+            weight = weight.to(widest or p.dtype)
+            if id(p) in new and not torch.equal(new[id(p)], weight):
+                for config in (model.config, model.config.get_text_config(decoder=True)):
+                    config.tie_word_embeddings = False
+            elif id(p) in new:
+                part._parameters[key] = new[id(p)]
+                continue
+            if weight.data_ptr() in places:  # tied in training alone
+                weight = weight.clone()
+            places.add(weight.data_ptr())
+            part._parameters[key] = nn.Parameter(weight, requires_grad=False)
+            new.setdefault(id(p), part._parameters[key])
+        for key, buffer in part._buffers.items():
+            stored = weights.get(prefix + key)
+            if buffer is not None and stored is not None and key not in part._non_persistent_buffers_set:
+                part._buffers[key] = stored.to(buffer.dtype)
+    del parameters

@@ -1,0 +1,360 @@
+"""Exported folders answer as the trained model, loaded by transformers and peft alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_solo as solo
+from lightning_solo.cli.export import parse
+from lightning_solo.cli.export import run as export
+from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, NothingToDoError, PresetError
+from lightning_solo.export.pretrained import export_pretrained
+from lightning_solo.nn import adaptation
+from lightning_solo.nn.adaptation import adapter_parameters
+from lightning_solo.techniques.adapters.technique import Adapters
+from lightning_solo.techniques.compact_states.technique import CompactStates
+from lightning_solo.techniques.quantized_base.technique import QuantizedBase
+from tests.export.conftest import Models, Tuned, answers, far, noise, save_tokenizer
+from tests.messages import mentions
+from tests.models import small_model
+from tests.modules import regression
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("safetensors")
+Make = Callable[..., Any]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # of peft 0.21
+]
+FAMILIES = {
+    "Llama": {"tie_word_embeddings": False},
+    "tied Llama": {"tie_word_embeddings": True},
+    "Qwen3": {},
+    "Gemma2": {},
+    "GPT2": {},
+    "Mixtral": {"num_local_experts": 4},
+}
+
+
+def randomised(module: nn.Module, std: float = 0.05) -> None:
+    """Give adapters values of which each matters; that of lora_B is 0 before training."""
+    generator = torch.Generator().manual_seed(3)
+    for p in adapter_parameters(module).values():
+        p.data += std * torch.randn(p.shape, generator=generator)
+
+
+def adapted(module: Any, method: str = "lora", **options: Any) -> Any:
+    """Put random adapters into a module as the technique does."""
+    technique = Adapters(r=4, method=method, **options)
+    config = technique._config_for(module)
+    adaptation.insert(module, config)
+    adaptation.freeze(module, config)
+    randomised(module)
+    return module
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+
+
+def fitted(make_trainer: Make, path: Path, *callbacks: Any, **arguments: Any) -> tuple[Any, Path]:
+    """Return a module after two steps, with random adapters, and its checkpoint."""
+    module = Tuned(str(path))
+    trainer = make_trainer(L, callbacks=list(callbacks), max_steps=2, **arguments)
+    trainer.fit(module)
+    randomised(module)
+    file = Path(trainer.default_root_dir) / "trained.ckpt"
+    trainer.save_checkpoint(file)
+    return module, file
+
+
+# --- merged ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_folder_answers_as_the_module(family: str, models: Models, tmp_path: Path) -> None:
+    base = models(family.split()[-1], **FAMILIES[family])
+    module = adapted(Tuned(str(base)))
+    trained = answers(module.model)
+    assert far(trained, answers(load(base))) > 0.05  # the adapters matter
+    lines = export_pretrained(module, tmp_path / "out")
+    merged = load(tmp_path / "out")
+    assert far(answers(merged), trained) <= 1e-5
+    assert torch.equal(answers(module.model), trained)  # the module is as before
+    assert any("logits" in line and "100%" in line for line in lines)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == [type(merged).__name__]
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+
+
+@pytest.mark.parametrize("method", ["dora", "pissa", "ia3", "rslora"])
+def test_each_method_is_merged(method: str, models: Models, tmp_path: Path) -> None:
+    module = adapted(Tuned(str(models())), method)
+    export_pretrained(module, tmp_path / "out")
+    assert far(answers(load(tmp_path / "out")), answers(module.model)) <= 1e-5
+
+
+def test_checkpoint_of_adapters_is_merged_into_shards(make_trainer: Make, models: Models, tmp_path: Path) -> None:
+    module, file = fitted(
+        make_trainer, models(), Adapters(r=4, modules_to_save=["lm_head"], trainable_token_indices=[7])
+    )
+    export_pretrained(file, tmp_path / "out", shard_size="20KB")
+    assert far(answers(load(tmp_path / "out")), answers(module.model)) <= 1e-5
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+
+
+def test_bf16_base_is_merged_in_bf16_or_wider(make_trainer: Make, models: Models, tmp_path: Path) -> None:
+    module, file = fitted(make_trainer, models(dtype=torch.bfloat16), Adapters(r=4))
+    export_pretrained(file, tmp_path / "out")
+    narrow = load(tmp_path / "out")
+    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
+    assert far(answers(narrow), answers(module.model)) <= 1e-2 + noise(module.model)
+    export_pretrained(file, tmp_path / "wide", dtype="fp32")
+    wide = load(tmp_path / "wide")
+    assert {p.dtype for p in wide.parameters()} == {torch.float32}
+    assert far(answers(wide), answers(module.float().model)) <= 1e-5
+
+
+def test_adapter_is_added_to_the_dequantized_base(make_trainer: Make, models: Models, tmp_path: Path) -> None:
+    module, file = fitted(make_trainer, models(), Adapters(r=4), QuantizedBase(format="int8"))
+    for source in (module, file):
+        export_pretrained(source, tmp_path / "out", overwrite=True)
+        assert far(answers(load(tmp_path / "out")), answers(module.model)) <= 1e-5
+        lines = export_pretrained(source, tmp_path / "other", base="original", overwrite=True)
+        original = adapted(Tuned(str(models())))
+        original.load_state_dict({k: v for k, v in module.state_dict().items() if "lora" in k}, strict=False)
+        other = answers(load(tmp_path / "other"))
+        assert far(other, answers(original.model)) <= 1e-5
+        assert far(other, answers(module.model)) > 1e-4
+        assert float(lines[-1].split("difference ")[1].split()[0]) == pytest.approx(
+            far(other, answers(module.model)), rel=2
+        )
+    assert "int8" in lines[-1] or source is module
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_full_fine_tuning_is_exported_from_its_checkpoint(
+    compact: bool, make_trainer: Make, models: Models, tmp_path: Path
+) -> None:
+    options: Any = {"precision": "bf16-true"} if compact else {}
+    module, file = fitted(make_trainer, models(), *([CompactStates()] if compact else []), **options)
+    export_pretrained(file, tmp_path / "out")
+    out = load(tmp_path / "out")
+    weights = solo.export_weights(file)
+    assert all(torch.equal(p, weights[f"model.{name}"]) for name, p in out.named_parameters())
+    assert not torch.equal(out.lm_head.weight, load(models()).lm_head.weight)
+    export_pretrained(module, tmp_path / "half", dtype="fp16")
+    assert {p.dtype for p in load(tmp_path / "half").parameters()} == {torch.float16}
+
+
+def test_head_that_was_untied_is_untied_in_the_configuration(models: Models, tmp_path: Path) -> None:
+    module = Tuned(str(models("Llama", tie_word_embeddings=True)))
+    module.model.lm_head.weight = nn.Parameter(torch.randn_like(module.model.lm_head.weight))
+    export_pretrained(module, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert far(answers(load(tmp_path / "out")), answers(module.model)) <= 1e-5
+
+
+def test_trained_tied_head_stays_tied(models: Models, tmp_path: Path) -> None:
+    module = adapted(Tuned(str(models("Llama", tie_word_embeddings=True))), modules_to_save=["lm_head"])
+    module.model.lm_head.weight.data *= 2
+    export_pretrained(module, tmp_path / "out")
+    out = load(tmp_path / "out")
+    assert out.lm_head.weight is out.model.embed_tokens.weight
+    assert far(answers(out), answers(module.model)) <= 1e-5
+
+
+class Two(L.LightningModule):
+    """A student and a teacher, deep in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = nn.ModuleDict({name: small_model("Llama") for name in ("student", "teacher")})
+        self.extra = nn.Linear(2, 2)
+
+
+def test_model_is_found_at_any_attribute_or_chosen(tmp_path: Path) -> None:
+    module = Two()
+    with pytest.raises(ConflictError, match=mentions("nets.student", "nets.teacher", "model='nets.student'")):
+        export_pretrained(module, tmp_path / "out")
+    lines = export_pretrained(module, tmp_path / "out", model="nets.teacher")
+    weights = load(tmp_path / "out").state_dict()
+    assert torch.equal(weights["lm_head.weight"], module.nets["teacher"].lm_head.weight)
+    assert any("left out" in line and "nets.student" in line for line in lines)
+
+
+# --- the adapter alone ---
+
+
+def with_peft(base: Path, folder: Path) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load(base), folder)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_loads_the_adapter(family: str, models: Models, tmp_path: Path) -> None:
+    base = models(family.split()[-1], **FAMILIES[family])
+    module = adapted(Tuned(str(base)), trainable_token_indices=[7, 9])
+    trained = answers(module.model)
+    export_pretrained(module, tmp_path / "out", "adapter")
+    assert far(answers(with_peft(base, tmp_path / "out")), trained) <= 1e-5
+    assert far(answers(load(tmp_path / "out")), trained) <= 1e-5
+
+
+@pytest.mark.parametrize("method", ["dora", "pissa", "ia3", "rslora"])
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_peft_loads_each_method(method: str, kind: str, make_trainer: Make, models: Models, tmp_path: Path) -> None:
+    module, file = fitted(make_trainer, models(kind), Adapters(r=4, method=method))
+    export_pretrained(file, tmp_path / "out", "adapter")
+    assert far(answers(with_peft(models(kind), tmp_path / "out")), answers(module.model)) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_peft_loads_whole_modules_also_tied_ones(models: Models, tmp_path: Path) -> None:
+    base = models("Llama", tie_word_embeddings=True)
+    module = adapted(Tuned(str(base)), targets=["q_proj"], modules_to_save=["lm_head", "model.norm"])
+    module.model.lm_head.weight.data *= 2
+    module.model.model.norm.weight.data *= 3
+    export_pretrained(module, tmp_path / "out", "adapter")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    assert config["target_modules"] == ["q_proj"]
+    assert far(answers(with_peft(base, tmp_path / "out")), answers(module.model)) <= 1e-5
+
+
+def test_adapter_file_is_as_large_as_its_weights(make_trainer: Make, models: Models, tmp_path: Path) -> None:
+    base = models("Llama", hidden_size=256, intermediate_size=512)
+    module, file = fitted(make_trainer, base, Adapters(r=8), QuantizedBase(format="int8"))
+    lines = export_pretrained(file, tmp_path / "out", "adapter")
+    size = sum(p.nbytes for p in adapter_parameters(module).values())
+    assert size <= (tmp_path / "out" / "adapter_model.safetensors").stat().st_size <= 1.02 * size
+    assert any("int8" in line for line in lines)
+    with pytest.raises(NothingToDoError, match=mentions("--format hf")):
+        export_pretrained(Tuned(str(base)), tmp_path / "none", "adapter")
+
+
+# --- ends of generation ---
+
+
+def test_ends_are_checked_and_modelfile_is_written(models: Models, tmp_path: Path) -> None:
+    shutil.copytree(models(), base := tmp_path / "base")
+    (base / "generation_config.json").write_text('{"eos_token_id": [2, 0], "pad_token_id": 0, "temperature": 0.5}')
+    save_tokenizer(base, pad_token="</s>", unk_token="<s>")
+    lines = export_pretrained(Tuned(str(base)), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert config == {"bos_token_id": 1, "eos_token_id": [2, 0, 4], "pad_token_id": 1, "temperature": 0.5}
+    assert any("<|im_end|>" in line for line in lines)
+    assert any("pad_token_id" in line for line in lines)
+    text = (tmp_path / "out" / "Modelfile").read_text()
+    assert text.startswith("FROM .\n")
+    assert (
+        "{{ if .System }}<|im_start|>system\n{{ .System }}<|im_end|>\n"
+        "{{ else }}<|im_start|>system\nBe brief.<|im_end|>\n{{ end }}"
+        '{{ range .Messages }}{{ if eq .Role "user" }}<|im_start|>user\n{{ .Content }}<|im_end|>\n'
+        '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n{{ end }}{{ end }}'
+        '<|im_start|>assistant\n"""'
+    ) in text
+    assert 'PARAMETER stop "<|im_end|>"' in text
+
+
+def test_right_generation_config_is_copied(models: Models, tmp_path: Path) -> None:
+    shutil.copytree(models(), base := tmp_path / "base")
+    (base / "generation_config.json").write_text('{"eos_token_id": [2, 4],  "pad_token_id": 0, "bos_token_id": 1}')
+    export_pretrained(Tuned(str(base)), tmp_path / "out")
+    assert (tmp_path / "out" / "generation_config.json").read_bytes() == (base / "generation_config.json").read_bytes()
+
+
+def test_template_that_turns_cannot_frame_is_left_out(models: Models, tmp_path: Path) -> None:
+    shutil.copytree(models(), base := tmp_path / "base")
+    save_tokenizer(base, "{% for m in messages %}{{ loop.index }}: {{ m['content'] }}</s>{% endfor %}")
+    lines = export_pretrained(Tuned(str(base)), tmp_path / "out")
+    text = (tmp_path / "out" / "Modelfile").read_text()
+    assert "TEMPLATE" not in text and 'stop "</s>"' in text  # noqa: PT018
+    assert any("TEMPLATE" in line for line in lines)
+
+
+# --- refused ---
+
+
+def test_what_cannot_be_right_is_refused(make_trainer: Make, models: Models, tmp_path: Path) -> None:
+    _, file = fitted(make_trainer, models(), Adapters(r=4))
+    shutil.copytree(models("Llama", tie_word_embeddings=True), other := tmp_path / "other")
+    for call, kind, words in (
+        (lambda: export_pretrained(regression(L), tmp_path / "out"), NothingToDoError, ["export_weights"]),
+        (
+            lambda: export_pretrained(file, tmp_path / "out", base_folder=tmp_path),
+            CheckpointError,
+            ["--base-folder"],
+        ),
+        (lambda: export_pretrained(file, tmp_path / "out", base_folder=other), CheckpointError, ["other"]),
+        (lambda: export_pretrained(file, models(), overwrite=True), CheckpointError, ["which is read"]),
+        (lambda: export_pretrained(file, file), CheckpointError, ["--output"]),
+        (lambda: export_pretrained(Tuned(str(models()))), PresetError, ["output"]),
+        (lambda: export_pretrained(file, dtype="fp8"), PresetError, ["fp32", "bf16"]),
+        (lambda: parse(["run", "--format", "weights", "--base", "original"]), PresetError, ["--base", "hf"]),
+        (lambda: parse(["run", "--format", "hff"]), PresetError, ["did you mean 'hf'"]),
+    ):
+        with pytest.raises(kind, match=mentions(*words)):
+            call()  # type: ignore[no-untyped-call]
+    assert not (tmp_path / "out").exists()
+    assert sorted(each.name for each in tmp_path.iterdir() if each.name.startswith(".new")) == []
+
+
+def test_full_disk_leaves_the_earlier_export(models: Models, tmp_path: Path, monkeypatch: Any) -> None:
+    export_pretrained(Tuned(str(models())), tmp_path / "out")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    with pytest.raises(CheckpointError, match=mentions("--force")):
+        export_pretrained(Tuned(str(models())), tmp_path / "out")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
+    with pytest.raises(BudgetError, match=mentions("10 B")):
+        export_pretrained(Tuned(str(models())), tmp_path / "out", overwrite=True)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+
+
+# --- elsewhere ---
+
+ELSEWHERE = """
+import sys
+sys.modules["lightning_solo"] = None  # importing it fails
+import torch
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
+    with torch.no_grad():
+        torch.save(model(input_ids=torch.arange(5, 45).view(2, 20)).logits.float(), folder + "/logits.pt")
+"""
+
+
+@pytest.mark.long
+def test_folders_load_without_this_package(make_trainer: Make, models: Models, tmp_path: Path) -> None:
+    expected: dict[Path, tuple[Tensor, float]] = {}
+    for family, options in FAMILIES.items():
+        for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+            module = adapted(Tuned(str(models(family.split()[-1], dtype, **options))))
+            folder = tmp_path / f"{family}-{dtype}"
+            export_pretrained(module, folder)
+            expected[folder] = answers(module.model), bound + (noise(module.model) if bound > 1e-5 else 0.0)
+    _, file = fitted(make_trainer, models(), Adapters(r=4))
+    assert export([str(file), "--format", "hf", "--output", str(tmp_path / "command"), "--dtype", "fp32"]) == 0
+    subprocess.run([sys.executable, "-c", ELSEWHERE, *map(str, expected)], cwd=tmp_path, check=True)
+    for folder, (trained, bound) in expected.items():
+        assert far(torch.load(folder / "logits.pt"), trained) <= bound, folder
