@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
+from lightning_solo.data.tokenizers import add_tokens, new_tokens_of, tokenizer_of
 from lightning_solo.errors import PresetError
 from lightning_solo.fine_tuning.loading import config_of, load, without_numbers
 from lightning_solo.fine_tuning.samples import Samples
 from lightning_solo.nn.adaptation import plain_key
+from lightning_solo.nn.embedding_rows import add_rows, names_of_tables
 from lightning_solo.nn.quantized import FORMATS, QuantizedWeight, quantized_weights_of
 from lightning_solo.optim.schedules import warmup_cosine
 
@@ -36,6 +38,8 @@ class FromFolder(L.LightningModule):
         path: the folder.
         config: transformers' configuration.
         model: transformers' model; None before ``configure_model``.
+        trainable_token_indices: name of the embedding, and of a head with a weight of its own -> rows of new tokens,
+            which adapters train.
     """
 
     auto = ""
@@ -48,6 +52,7 @@ class FromFolder(L.LightningModule):
         warmup_steps: int,
         early_stopping: int | None,
         options: dict[str, Any],
+        new_tokens: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.path = str(path)
@@ -57,6 +62,8 @@ class FromFolder(L.LightningModule):
         )
         self.warmup_steps, self.early_stopping = warmup_steps, early_stopping
         self._options = options
+        self.new_tokens = list(new_tokens)
+        self.trainable_token_indices: dict[str, list[int]] = {}
         self.model = None
         self._computed: list[tuple[torch.nn.Module, str]] = []
         # metrics, since self.log sums plain numbers in the default dtype, which is bf16 under "bf16-true"
@@ -77,8 +84,13 @@ class FromFolder(L.LightningModule):
                 f"data.max_length={length}: the model in {self.path} has {positions} positions; write"
                 f" data.max_length={positions} or less"
             )
+        if (others := list(getattr(data, "new_tokens", self.new_tokens))) != self.new_tokens:
+            raise PresetError(
+                f"data.new_tokens has {len(others)} tokens, and model.new_tokens {len(self.new_tokens)}; write the same"
+                " file for both"
+            )
         words, rows = getattr(data, "vocabulary", None), getattr(config, "vocab_size", None)
-        if words and rows and words > rows:
+        if words and rows and words - len(self.new_tokens) > rows:
             raise PresetError(
                 f"data.tokenizer has {words} tokens, and the model in {self.path} embeddings of {rows}; write"
                 " data.tokenizer=<the model's own folder>"
@@ -92,6 +104,11 @@ class FromFolder(L.LightningModule):
         """
         if self.model is None:
             self.model = load(self.auto, Path(self.path), self.config, **self._options)
+            if self.new_tokens:
+                pieces = add_tokens(tokenizer_of(self.path), self.new_tokens)
+                add_rows(self.model, pieces)
+                tables = names_of_tables(self, self.model)
+                self.trainable_token_indices = dict.fromkeys(tables, sorted(pieces)) if pieces else {}
             self._computed = [
                 (part, name)
                 for part in self.model.modules()
@@ -169,6 +186,8 @@ class HFCausalLM(FromFolder):
         samples: answers to generate at each validation: the number of validation rows whose prompts are answered, or
             prompts.
         sample_tokens: largest number of tokens of such an answer.
+        new_tokens: texts that become tokens, or a file with one a line. Each one's rows in embedding and head start at
+            the mean of the rows of its pieces.
         optimizer: makes the optimizer from parameter groups; by default AdamW with a rate of 2e-4, for adapters.
 
     Raises:
@@ -189,13 +208,15 @@ class HFCausalLM(FromFolder):
         early_stopping: int | None = None,
         samples: int | Sequence[str] = 0,
         sample_tokens: int = 64,
+        new_tokens: str | Sequence[str] | None = None,
         optimizer: Callable[[Iterable[Any]], Optimizer] | None = None,
     ) -> None:
         if quantized is not None and quantized not in FORMATS:
             raise PresetError(f"model.quantized={quantized!r}: write null or {' or '.join(FORMATS)}")
         path = str(Path(path).expanduser().absolute())
+        new_tokens = new_tokens_of(new_tokens, "model.new_tokens")
         options = {"dtype": dtype, "quantized": quantized, "unused": list(unused)}
-        super().__init__(path, optimizer, warmup_steps, early_stopping, options)
+        super().__init__(path, optimizer, warmup_steps, early_stopping, options, new_tokens)
         # an optimizer factory is code, which belongs neither in a checkpoint nor in a logger's table
         self.save_hyperparameters(ignore=["optimizer"])
         self.samples = samples if isinstance(samples, int) else list(samples)

@@ -19,10 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_solo.atomic_files import whole_file
 from lightning_solo.checkpoint.writing import digest
 from lightning_solo.data.loss_weights import IGNORED
+from lightning_solo.data.tokenizers import chat_template_of, new_tokens_of, tokenizer_of
 from lightning_solo.data.tokens import TokenFile
 from lightning_solo.errors import PresetError
 from lightning_solo.fine_tuning.chat_report import ChatReport
-from lightning_solo.fine_tuning.conversations import PLAIN_TEMPLATE, Conversations, Encoded
+from lightning_solo.fine_tuning.conversations import Conversations, Encoded
 from lightning_solo.fine_tuning.rows import RowError, example, read_rows, row_files
 from lightning_solo.machine import user_cache, versions
 
@@ -49,6 +50,7 @@ class ChatData(L.LightningDataModule):
         validation_share: share of the rows that validation gets, by a hash of each row's content.
         chat_template: file of a chat template, folder of a tokenizer with one, or "plain"; None for the one in
             ``tokenizer``.
+        new_tokens: texts that become tokens, or a file with one a line; the model gets rows for them.
         cache: folder of the tokenized rows, by default ``lightning_solo/chat`` in the user's cache folder.
         num_workers: processes that load batches.
         seed: of the order.
@@ -71,6 +73,7 @@ class ChatData(L.LightningDataModule):
         bad_rows: str = "refuse",
         validation_share: float = 0.05,
         chat_template: str | None = None,
+        new_tokens: str | Sequence[str] | None = None,
         cache: str | None = None,
         num_workers: int = 0,
         seed: int = 0,
@@ -87,7 +90,11 @@ class ChatData(L.LightningDataModule):
                 raise PresetError(f"data.{name}={word!r}; write {' or '.join(words)}")
         if not 0 <= validation_share < 1:
             raise PresetError(f"data.validation_share={validation_share}; write a number from 0 to 1, such as 0.05")
-        self.path, self.tokenizer, self.chat_template, self.cache = path, tokenizer, chat_template, cache
+        chat_template, new_tokens = chat_template_of(chat_template), new_tokens_of(new_tokens)
+        # what a tokenizer is made of again; the path would be taken for the model's
+        self.save_hyperparameters("tokenizer", "chat_template", "new_tokens", logger=False)
+        self.path, self.tokenizer, self.cache = path, tokenizer, cache
+        self.chat_template, self.new_tokens = chat_template, new_tokens
         self.max_length, self.batch_size, self.num_workers, self.seed = max_length, batch_size, num_workers, seed
         self.too_long, self.bad_rows, self.validation_share = too_long, bad_rows, validation_share
         self.report: ChatReport | None = None
@@ -104,7 +111,7 @@ class ChatData(L.LightningDataModule):
         """
         if self._splits:
             return
-        tokenizer = load_tokenizer(self.tokenizer)
+        tokenizer = tokenizer_of(self.tokenizer, self.chat_template, self.new_tokens)
         self.vocabulary = len(tokenizer)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self._collate = Padded(pad or 0)
@@ -158,29 +165,12 @@ class ChatData(L.LightningDataModule):
             LAYOUT,
             [digest(file).sha256 for file in row_files(self.path)],
             hashlib.sha256(words.encode("utf-8", "surrogatepass")).hexdigest(),
-            [str(self._template() or tokenizer.chat_template), str(tokenizer.special_tokens_map)],
+            [str(tokenizer.chat_template), str(tokenizer.special_tokens_map)],
             [self.max_length, self.too_long, self.bad_rows],
             versions().get("transformers"),
         ]
         key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         return folder / f"{Path(self.path).stem}-{key}.tokens"
-
-    def _template(self) -> str | None:
-        """Return the chosen chat template; None for the tokenizer's own."""
-        if self.chat_template is None or self.chat_template == "plain":
-            return self.chat_template and PLAIN_TEMPLATE
-        path = Path(self.chat_template)
-        if path.is_dir():
-            template: str | None = load_tokenizer(self.chat_template).chat_template
-            if template is None:
-                raise PresetError(f"data.chat_template={self.chat_template}: the tokenizer there has no chat template")
-            return template
-        if not path.is_file():
-            raise PresetError(
-                f"data.chat_template={self.chat_template}: no such file; write the path of a file of Jinja, a folder of"
-                " a tokenizer, or plain"
-            )
-        return path.read_text(encoding="utf-8")
 
     def _cached(self, file: Path) -> dict[str, Any] | None:
         """Return the index of a whole file in the cache."""
@@ -194,7 +184,7 @@ class ChatData(L.LightningDataModule):
         """Write tokens and index to the cache; return the index."""
         try:
             with whole_file(file) as new, new.open("wb") as tokens:
-                index = self._tokenize(Conversations(tokenizer, self._template()), tokens)
+                index = self._tokenize(Conversations(tokenizer), tokens)
             with whole_file(file.with_suffix(".index")) as new, new.open("wb") as written:
                 torch.save(index, written)
         except OSError as error:
@@ -348,29 +338,6 @@ def share_of(value: Mapping[str, Any]) -> float:
     """
     content = json.dumps(value, sort_keys=True, default=str).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big") / 2**56
-
-
-def load_tokenizer(folder: str) -> Any:
-    """Return the tokenizer in a folder.
-
-    Raises:
-        PresetError: it is no folder, or has no tokenizer.
-    """
-    if not Path(folder).is_dir():
-        raise PresetError(
-            f"data.tokenizer={folder}: no such folder; download the model first: hf download <owner>/<name> --local-dir"
-            f" {folder}"
-        )
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise PresetError(
-            f"data.tokenizer={folder}: no tokenizer there ({reason}); copy tokenizer.json and tokenizer_config.json of"
-            " the model into it"
-        ) from error
 
 
 def _refusal(refused: Sequence[str]) -> PresetError:

@@ -16,13 +16,6 @@ TAGS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PROBE = "Question7", "Answer8"
 TAIL = 32
 """Characters at the end of an answer that must be in its marked text."""
-PLAIN_TEMPLATE = (
-    "{{- bos_token }}{%- for message in messages %}{{- '### ' + message['role'].capitalize() + ':\n' }}"
-    "{%- if message['role'] == 'assistant' %}{%- generation %}{{- message['content'] + eos_token }}"
-    "{%- endgeneration %}{{- '\n' }}{%- else %}{{- message['content'] + '\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '### Assistant:\n' }}{%- endif %}"
-)
-"""Template for a tokenizer without one: roles are headings, and the end token ends each answer."""
 
 
 class Encoded(NamedTuple):
@@ -52,12 +45,10 @@ class Conversations:
 
     Args:
         tokenizer: of transformers.
-        template: a chat template in place of the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.template = template
         added = {id_: token for id_, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         self._special = {token.content for token in added.values() if token.special} | {*tokenizer.all_special_tokens}
         self._added = {id_: token.content for id_, token in added.items()}
@@ -66,7 +57,7 @@ class Conversations:
     @property
     def has_template(self) -> bool:
         """Whether there is a chat template at all."""
-        return bool(self.template or self.tokenizer.chat_template)
+        return bool(self.tokenizer.chat_template)
 
     def has_tags(self, tools: Any = None) -> bool:
         """Return whether the template marks answers by generation tags that can be used."""
@@ -257,8 +248,6 @@ class Conversations:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # the template has written BOS
 
     def _template(self, tools: Any) -> str:
-        if self.template is not None:
-            return self.template
         has_tools = bool(tools)
         if has_tools not in self._chosen:
             try:

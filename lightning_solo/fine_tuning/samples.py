@@ -11,27 +11,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
-from lightning_solo.errors import CheckpointError
+from lightning_solo.data.tokenizers import tokenizer_of
 
 FILE = "samples.jsonl"
 """File in the run's folder with a line per sample."""
-
-
-def tokenizer_of(folder: str | Path) -> Any:
-    """Return the tokenizer in a folder.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{folder}: no tokenizer ({str(error).strip().partition(chr(10))[0]}); copy the tokenizer's files of the"
-            " model into it"
-        ) from error
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
@@ -102,7 +85,8 @@ class Samples(Callback):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Read the tokenizer."""
         if self._tokenizer is None:
-            self._tokenizer = tokenizer_of(pl_module.path)
+            template = getattr(trainer.datamodule, "chat_template", None)
+            self._tokenizer = tokenizer_of(pl_module.path, template, pl_module.new_tokens)
         if not isinstance(self.prompts, int):
             self._rows = [prompt_ids(self._tokenizer, prompt) for prompt in self.prompts]
 

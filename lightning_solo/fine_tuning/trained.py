@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.errors import CheckpointError
 from lightning_solo.export.adapter_files import load_adapters
 from lightning_solo.export.sources import read
 from lightning_solo.fine_tuning.causal_lm import QUANTIZED, HFCausalLM
-from lightning_solo.fine_tuning.samples import tokenizer_of
 from lightning_solo.nn.adapter_weights import RECORD
 from lightning_solo.nn.quantized import quantize, quantized, quantized_weights_of
 
@@ -46,8 +46,9 @@ def load_trained(checkpoint: Path, device: torch.device) -> tuple[HFCausalLM, An
         load_adapters(module, checkpoint)
     else:
         module.load_state_dict(content["state_dict"])
-    folder = content.get("datamodule_hyper_parameters", {}).get("tokenizer") or module.path
-    return module.to(device).eval(), tokenizer_of(folder)
+    chosen = {"tokenizer": module.path, **content.get("datamodule_hyper_parameters", {})}
+    tokenizer = tokenizer_of(chosen["tokenizer"], chosen.get("chat_template"), chosen.get("new_tokens", ()))
+    return module.to(device).eval(), tokenizer
 
 
 def _quantize(module: nn.Module, formats: Mapping[str, tuple[str, str]], device: torch.device) -> None:

@@ -210,14 +210,17 @@ def _check_rows(module: nn.Module, config: AdapterConfig) -> None:
     modules = dict(plain_modules(module))
     for name, rows in config.tokens.items():
         table = modules[name]
-        if not isinstance(table, nn.Embedding):
+        is_head = isinstance(table, nn.Linear) and table.bias is None
+        if not is_head and not isinstance(table, nn.Embedding):
             raise PresetError(
-                f"{OPTION}.trainable_token_indices: {name} is a {type(table).__name__}, no embedding of torch"
+                f"{OPTION}.trainable_token_indices: {name} is a {type(table).__name__}; allowed are torch's embeddings"
+                " and heads without a bias"
             )
-        if wrong := [row for row in rows if not 0 <= row < table.num_embeddings]:
+        most: int = len(table.weight)  # type: ignore[arg-type]
+        if wrong := [row for row in rows if not 0 <= row < most]:
             raise NothingToDoError(
-                f"{OPTION}.trainable_token_indices={wrong[0]}: {name} has rows 0 to {table.num_embeddings - 1}; enlarge"
-                " it before the fit"
+                f"{OPTION}.trainable_token_indices={wrong[0]}: {name} has rows 0 to {most - 1}; enlarge it before the"
+                " fit"
             )
 
 

@@ -83,7 +83,8 @@ def save_model(
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer(template)
     dtype = options.pop("dtype", torch.float32)
-    model = small_model(kind, task, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **options)
+    options = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, **options}
+    model = small_model(kind, task, **options)
     for p in model.parameters():
         p.data.normal_(std=0.1)  # transformers' biases and norms are 0 and 1, by which a wrong tensor isn't seen
     model.to(dtype).save_pretrained(folder, max_shard_size="40KB")

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_solo.errors import PresetError
+from lightning_solo.data.tokenizers import tokenizer_of
+from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.fine_tuning.chat import ChatData, share_of
 from lightning_solo.fine_tuning.conversations import Conversations
 from lightning_solo.tables import markdown
@@ -97,9 +98,7 @@ def test_batch_has_each_row_whole_and_padding_by_position(make: Callable[..., Ch
 
 
 def data_tokenizer(data: ChatData) -> Any:
-    from lightning_solo.fine_tuning.chat import load_tokenizer
-
-    return load_tokenizer(data.tokenizer)
+    return tokenizer_of(data.tokenizer)
 
 
 def test_order_depends_on_the_seed_and_workers_change_nothing(make: Callable[..., ChatData]) -> None:
@@ -316,7 +315,7 @@ def test_arguments_are_checked_before_anything_is_read(folder: Path, tmp_path: P
             ChatData("chats.jsonl", str(folder), **arguments)
     path = str(written(tmp_path, chat(1)))
     for tokenizer_folder, remedy in (("owner/name", "hf download"), (str(tmp_path), "tokenizer.json")):
-        with pytest.raises(PresetError, match=mentions(remedy)):
+        with pytest.raises(CheckpointError, match=mentions(remedy)):
             ChatData(path, tokenizer_folder).setup("fit")
     with pytest.raises(PresetError, match=mentions("data.chat_template=missing")):
-        ChatData(path, str(folder), chat_template="missing").setup("fit")
+        ChatData(path, str(folder), chat_template="missing")

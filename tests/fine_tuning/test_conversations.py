@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
 import pytest
 
+from lightning_solo.data.tokenizers import PLAIN_TEMPLATE
 from lightning_solo.errors import PresetError
-from lightning_solo.fine_tuning.conversations import PLAIN_TEMPLATE, Conversations, Encoded
+from lightning_solo.fine_tuning.conversations import Conversations, Encoded
 from lightning_solo.fine_tuning.rows import RowError
 from tests.messages import mentions
 
@@ -44,6 +46,12 @@ def tokenizer(kind: str = "byte_level", eos: str = "</s>") -> Any:
     plain.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
     plain.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
     return PreTrainedTokenizerFast(tokenizer_object=plain, bos_token="<s>", eos_token=eos, pad_token="<pad>")
+
+
+def by_template(template: str, kind: str = "byte_level") -> Conversations:
+    own = copy.copy(tokenizer(kind))
+    own.chat_template = template
+    return Conversations(own)
 
 
 def by_hand(pieces: list[tuple[str, bool]], kind: str = "byte_level") -> tuple[list[int], list[bool]]:
@@ -109,7 +117,7 @@ def test_mask_is_that_made_by_hand_with_and_without_tags(name: str, kind: str) -
         *((A1, True), (end, True), ("\n", newline), (OPEN + Q2 + TO_ANSWER, False)),
         *((A2, True), (end, True), ("\n", newline)),
     ]
-    encoded = Conversations(tokenizer(kind), TEMPLATES[name]).encode(CHAT)
+    encoded = by_template(TEMPLATES[name], kind).encode(CHAT)
     assert (encoded.ids, encoded.trained) == by_hand(pieces, kind)
     assert (encoded.answers, len(encoded.ends), encoded.prefixes) == (2, 2, True)
     stop = tokenizer(kind).convert_tokens_to_ids("<|im_end|>")
@@ -136,7 +144,7 @@ def test_system_turn_is_not_trained_whether_given_or_the_templates_own(system: s
         *((start + Q1 + to_answer, False), (A1 + "<|eot|>", True)),
         *(("<|header|>user<|/header|>\n\n" + Q2 + to_answer, False), (A2 + "<|eot|>", True)),
     ]
-    encoded = Conversations(tokenizer(), LLAMA).encode(chat)
+    encoded = by_template(LLAMA).encode(chat)
     assert (encoded.ids, encoded.trained) == by_hand(pieces)
     assert encoded.ids.count(tokenizer().bos_token_id) == 1
 
@@ -153,7 +161,7 @@ def test_template_without_a_header_for_answers() -> None:
         *(("<s>[INST] " + Q1 + " [/INST]", False), (" " + A1 + "</s>", True)),
         *(("[INST] " + Q2 + " [/INST]", False), (" " + A2 + "</s>", True)),
     ]
-    encoded = Conversations(tokenizer(), MISTRAL).encode(CHAT)
+    encoded = by_template(MISTRAL).encode(CHAT)
     assert (encoded.ids, encoded.trained) == by_hand(pieces)
 
 
@@ -174,7 +182,7 @@ def test_thoughts_that_are_dropped_are_not_trained(thought: str) -> None:
         *((OPEN + Q1 + TO_ANSWER, False), ("It is two.<|im_end|>", True), ("\n" + OPEN + Q2 + TO_ANSWER, False)),
         *(((thought or "<think>\n\n</think>\n\n") + "four<|im_end|>", True), ("\n", False)),
     ]
-    encoded = Conversations(tokenizer(), THINKING).encode(chat)
+    encoded = by_template(THINKING).encode(chat)
     assert (encoded.ids, encoded.trained) == by_hand(pieces)
 
 
@@ -196,20 +204,20 @@ def test_call_of_a_tool_is_trained_and_its_result_is_not(as_json: bool) -> None:
         *((OPEN + Q1 + TO_ANSWER, False), ('{"name": "plus", "arguments": {"a": 2}}<|im_end|>', True)),
         *(("\n<|im_start|>tool\n4" + TO_ANSWER, False), ("four<|im_end|>", True), ("\n", False)),
     ]
-    encoded = Conversations(tokenizer(), TOOLS).encode(chat, '[{"type": "function", "function": {"name": "plus"}}]')
+    encoded = by_template(TOOLS).encode(chat, '[{"type": "function", "function": {"name": "plus"}}]')
     assert (encoded.ids, encoded.trained) == by_hand(pieces)
-    assert encoded == Conversations(tokenizer(), TOOLS).encode(chat, tools)
+    assert encoded == by_template(TOOLS).encode(chat, tools)
 
 
 def test_template_that_leaves_out_tools_calls_or_system_turns_is_refused() -> None:
     call = {"function": {"name": "plus", "arguments": {}}}
-    chatml = Conversations(tokenizer(), CHATML)
+    chatml = by_template(CHATML)
     for chat, tools in (([user("a"), answer("", tool_calls=[call])], None), (CHAT, [call])):
         with pytest.raises(RowError, match=mentions("data.chat_template" if tools is None else "tools")):
             chatml.encode(chat, tools)
     silent = "{% for message in messages if message['role'] != 'system' %}" + CHATML.removeprefix(EACH)
     with pytest.raises(RowError, match=mentions("messages[0]")):
-        Conversations(tokenizer(), silent).encode([{"role": "system", "content": "brief"}, *CHAT])
+        by_template(silent).encode([{"role": "system", "content": "brief"}, *CHAT])
 
 
 @pytest.mark.parametrize("name", ["tags", "end outside the tags"])
@@ -218,7 +226,7 @@ def test_span_that_ends_on_stripped_white_space_or_at_the_first_token_ends_there
     """Upstream such a span marks all that follows as an answer."""
     template = TEMPLATES[name].replace(HEAD, "{% if message['role'] == 'user' %}" + HEAD + "{% endif %}")
     template = template.replace(BODY, BODY.replace("\n", ""))
-    encoded = Conversations(tokenizer(kind), template).encode([answer("a "), user("plus"), answer("It is ")])
+    encoded = by_template(template, kind).encode([answer("a "), user("plus"), answer("It is ")])
     pieces = [("a ", True), ("<|im_end|>", True), ("\n" + OPEN + "plus<|im_end|>", False), ("It is ", True)]
     ids, trained = by_hand([*pieces, ("<|im_end|>", True)], kind)
     kept = len(ids)  # the template's last newline, which one of them strips
@@ -227,7 +235,7 @@ def test_span_that_ends_on_stripped_white_space_or_at_the_first_token_ends_there
 
 
 def test_rows_that_are_no_conversation_are_refused_by_message() -> None:
-    conversations = Conversations(tokenizer(), CHATML)
+    conversations = by_template(CHATML)
     for chat, reason, words in [
         ([], "no messages", "messages"),
         ("text", "no messages", "messages"),
@@ -248,31 +256,31 @@ def test_rows_that_are_no_conversation_are_refused_by_message() -> None:
             conversations.encode(chat)
         assert caught.value.reason == reason
     with pytest.raises(RowError, match=mentions("roles must alternate")) as caught:
-        Conversations(tokenizer(), LLAMA).encode([user("a"), user("b"), answer("c")])
+        by_template(LLAMA).encode([user("a"), user("b"), answer("c")])
     assert caught.value.reason == "refused by the template"
 
 
 def test_contents_of_several_texts_are_joined() -> None:
-    conversations = Conversations(tokenizer(), CHATML)
+    conversations = by_template(CHATML)
     parts: Any = [{"type": "text", "text": "What is "}, {"type": "text", "text": "two?"}]
     assert conversations.encode([user(parts), *CHAT[1:]]) == conversations.encode(CHAT)
 
 
 def test_role_that_the_template_knows_is_allowed() -> None:
     template = CHATML.replace(EACH, EACH + "{% if message['role'] == 'critic' %}{% endif %}")
-    assert Conversations(tokenizer(), template).encode([*CHAT, {"role": "critic", "content": "a"}]).answers == 2
+    assert by_template(template).encode([*CHAT, {"role": "critic", "content": "a"}]).answers == 2
 
 
 def test_answer_whose_prompt_is_written_differently_later_is_refused_by_its_message() -> None:
     counted = CHATML.replace(EACH, "{{ messages | length }}" + EACH)
     with pytest.raises(RowError, match=mentions("messages[1]", "data.chat_template")) as caught:
-        Conversations(tokenizer(), counted).encode(CHAT)
+        by_template(counted).encode(CHAT)
     assert caught.value.reason == "no prefix"
 
 
 def test_template_that_writes_no_prompt_is_refused_unless_the_answer_comes_first() -> None:
     with pytest.raises(RowError, match=mentions("messages[1]", "add_generation_prompt")):
-        Conversations(tokenizer(), CHATML.removesuffix(ASK)).encode(CHAT)
+        by_template(CHATML.removesuffix(ASK)).encode(CHAT)
 
 
 def test_tokens_that_span_prompt_and_answer_are_refused() -> None:
@@ -282,14 +290,14 @@ def test_tokens_that_span_prompt_and_answer_are_refused() -> None:
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     with pytest.raises(RowError, match=mentions("messages[1]")):
-        Conversations(tokenizer(), spaced).encode([user("a"), answer("is")])
+        by_template(spaced).encode([user("a"), answer("is")])
 
 
 @pytest.mark.parametrize("end", ["", "\n", "<|stop|>"], ids=["nothing", "a newline", "no token"])
 def test_template_without_an_end_of_turn_is_refused_with_the_remedy(end: str) -> None:
     template = CHATML.replace("<|im_end|>\n", end)
     with pytest.raises(PresetError, match=mentions("data.chat_template=plain", "data.new_tokens")):
-        Conversations(tokenizer(), template).encode(CHAT)
+        by_template(template).encode(CHAT)
 
 
 def test_answer_without_its_end_is_refused_even_if_a_later_turn_has_one() -> None:
@@ -297,13 +305,13 @@ def test_answer_without_its_end_is_refused_even_if_a_later_turn_has_one() -> Non
         EACH + HEAD + "{{ message['content'] }}{% if loop.last %}{{ '<|im_end|>' }}{% endif %}{% endfor %}" + ASK
     )
     with pytest.raises(RowError, match=mentions("messages[1]")) as caught:
-        Conversations(tokenizer(), only_last).encode([*CHAT, user("name")])
+        by_template(only_last).encode([*CHAT, user("name")])
     assert caught.value.reason in ("no end of turn", "no prefix")
     not_of_answers = (
         EACH + HEAD + if_assistant("{{ message['content'] }}{% if loop.last %}{{ '<|im_end|>' }}{% endif %}")
     )
     with pytest.raises(RowError, match=mentions("messages[1]")) as caught:
-        Conversations(tokenizer(), not_of_answers + ASK).encode(CHAT)
+        by_template(not_of_answers + ASK).encode(CHAT)
     assert caught.value.reason == "no end of turn"
 
 
@@ -312,7 +320,7 @@ def test_tags_in_a_macro_whose_places_are_wrong_are_refused() -> None:
     template = macro + EACH + "{% set rendered = message['role'] + ': ' + turn(message['content']) %}{{ rendered }}"
     template += "{{ '<|im_end|>\n' }}"
     with pytest.raises(RowError) as caught:
-        Conversations(tokenizer(), template + "{% endfor %}" + ASK).encode(CHAT)
+        by_template(template + "{% endfor %}" + ASK).encode(CHAT)
     assert caught.value.reason == "outside the tags"
 
 
@@ -321,7 +329,7 @@ def test_own_template_and_the_lack_of_one() -> None:
         *((f"<s>### User:\n{Q1}\n### Assistant:\n", False), (A1 + "</s>", True)),
         *((f"\n### User:\n{Q2}\n### Assistant:\n", False), (A2 + "</s>", True), ("\n", False)),
     ]
-    encoded = Conversations(tokenizer(), PLAIN_TEMPLATE).encode(CHAT)
+    encoded = by_template(PLAIN_TEMPLATE).encode(CHAT)
     assert (encoded.ids, encoded.trained) == by_hand(pieces)
     with pytest.raises(PresetError, match=mentions("data.chat_template=plain")):
         Conversations(tokenizer()).encode(CHAT)
@@ -329,7 +337,7 @@ def test_own_template_and_the_lack_of_one() -> None:
 
 def test_only_the_completion_is_trained_where_the_prompt_has_answers_too() -> None:
     for name in ("tags", "without tags"):
-        conversations = Conversations(tokenizer(), TEMPLATES[name])
+        conversations = by_template(TEMPLATES[name])
         whole, part = conversations.encode(CHAT), conversations.encode(CHAT, None, first=2)
         assert part.ids == whole.ids
         assert part.trained == [on and n > whole.ends[0] for n, on in enumerate(whole.trained)]
@@ -341,5 +349,5 @@ def test_mask_of_transformers_is_equal_where_it_is_right() -> None:
     theirs = own.apply_chat_template(
         chat, chat_template=TEMPLATES["tags"], return_dict=True, return_assistant_tokens_mask=True
     )
-    encoded: Encoded = Conversations(own, TEMPLATES["tags"]).encode(chat)
+    encoded: Encoded = by_template(TEMPLATES["tags"]).encode(chat)
     assert (encoded.ids, [int(on) for on in encoded.trained]) == (theirs["input_ids"], theirs["assistant_masks"])

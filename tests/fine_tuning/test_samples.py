@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import lightning_solo as solo
+from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.errors import CheckpointError
 from lightning_solo.fine_tuning.causal_lm import HFCausalLM
-from lightning_solo.fine_tuning.samples import answer, prompt_ids, prompts_of, tokenizer_of
+from lightning_solo.fine_tuning.samples import answer, prompt_ids, prompts_of
 from tests.fine_tuning.conftest import KINDS, Rows, padded
 from tests.messages import mentions
 

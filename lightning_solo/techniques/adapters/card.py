@@ -63,7 +63,7 @@ class Settings(TechniqueSettings):
     )
     modules_to_save: Sequence[str] = setting((), "names of modules that are trained whole, as [lm_head]")
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = setting(
-        (), "rows of the embedding that are trained, as [32000, 32001]; or embedding -> rows", check=_wrong_rows
+        (), "rows of the embedding that are trained, as [32000, 32001]; or embedding or head -> rows", check=_wrong_rows
     )
     adapter_name: str = setting("default", "the adapter's name; others in the module are frozen", check=_wrong_name)
     after_fit: str = setting(

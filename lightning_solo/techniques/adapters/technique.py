@@ -143,10 +143,12 @@ class Adapters(Technique, Settings):
         return config
 
     def _rows(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
-        rows = self.trainable_token_indices
+        rows = self.trainable_token_indices or getattr(module, "trainable_token_indices", ())
         option = f"{OPTION}.trainable_token_indices"
         if not rows:
             return {}
+        if self.method == "ia3":
+            raise ConflictError(f"{OPTION}.method=ia3 and the module's new tokens: IA3 has no rows; write method=lora")
         if isinstance(rows, Mapping):
             found: dict[str, tuple[int, ...]] = {}
             for each, indices in rows.items():
