@@ -36,7 +36,8 @@ def merge_adapters(module: nn.Module) -> float:
 
     Raises:
         NothingToDoError: the module has no adapters.
-        ConflictError: a weight is in 4 or 8 bits, or an adapter isn't finite; nothing is changed then.
+        ConflictError: a weight is in 4 or 8 bits, an adapter isn't finite, or a layer would compute other outputs;
+            nothing is changed then.
     """
     differences = adapter_merging.merge(module)
     worst = max(differences, key=differences.__getitem__)

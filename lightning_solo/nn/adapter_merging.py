@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,11 @@ from lightning_solo.nn.adaptation import (
     is_attention,
 )
 from lightning_solo.nn.adapted import plain
+from lightning_solo.nn.adapter_targets import OPTION
 from lightning_solo.nn.quantized import weights_in
+
+MOST, MOST_ROUNDED = 1e-3, 5e-2
+"""Largest relative difference of a layer's outputs by merging, in fp32, and in bf16 and fp16."""
 
 
 def remove_adapters(module: nn.Module) -> None:
@@ -46,7 +51,8 @@ def merge(module: nn.Module) -> dict[str, float]:
         relative to the largest output.
 
     Raises:
-        ConflictError: a weight is in 4 or 8 bits, or an adapter isn't finite; nothing is changed then.
+        ConflictError: a weight is in 4 or 8 bits, an adapter isn't finite, or a layer would compute other outputs;
+            nothing is changed then.
         NothingToDoError: there are no adapters.
     """
     _require(module)
@@ -58,9 +64,18 @@ def merge(module: nn.Module) -> dict[str, float]:
             )
     if wrong := [key for key, p in adapter_parameters(module).items() if not bool(torch.isfinite(p).all())]:
         raise ConflictError(f"the adapter has values that aren't finite ({listed(wrong)}); merge another checkpoint")
-    differences: dict[str, float] = {}
-    for name, layer in {id(layer): (name, layer) for name, layer in adapted_layers(module).items()}.values():
-        differences[name] = _merge_layer(layer)
+    layers = {layer: name for name, layer in adapted_layers(module).items()}  # of several names of a layer one
+    differences = {name: _merge_layer(copy.deepcopy(layer)) for layer, name in layers.items()}
+    for layer, name in layers.items():
+        most = MOST_ROUNDED if _weight_of(layer).dtype in (torch.bfloat16, torch.float16) else MOST
+        if not differences[name] <= most:
+            raise ConflictError(
+                f"{name}, a {type(plain(layer)).__name__}, would compute other outputs with the merged weight, by"
+                f" {differences[name]:.1e} of the largest: it uses its weight in its own way; keep the adapters"
+                f" ({OPTION}.after_fit=keep), or train with {OPTION}.targets that leave it out"
+            )
+    for layer in layers:
+        _merge_layer(layer)
     for _, wrapper in adapter_modules(module):
         rows: Any = wrapper._modules.get("token_adapter")
         if rows is not None and rows.tied_adapter is None:
@@ -109,9 +124,15 @@ def _output(output: Any) -> Tensor:
     return tensor
 
 
+def _weight_of(layer: nn.Module) -> Tensor:
+    base: Any = plain(layer)
+    weight: Tensor = base.in_proj_weight if is_attention(base) else base.weight
+    return weight
+
+
 def _inputs_of(base: Any) -> tuple[Tensor, ...]:
     """Return random inputs of a layer, the same each time."""
-    weight = base.in_proj_weight if is_attention(base) else base.weight
+    weight = _weight_of(base)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

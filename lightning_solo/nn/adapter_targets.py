@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_solo.errors import ConflictError, NothingToDoError, listed, nearest
 from lightning_solo.nn.adapted import plain, plain_modules
-from lightning_solo.nn.blocks import feed_forward_parts, repeated_blocks
+from lightning_solo.nn.blocks import after_blocks, feed_forward_parts
 from lightning_solo.nn.freezing import matches_end
 from lightning_solo.nn.quantized import weights_in
 
@@ -80,17 +80,21 @@ def targets_of(module: nn.Module, targets: str | Sequence[str], method: str) -> 
                 f" would never run; write the attention module itself: {OPTION}.targets=[{attention.split('.')[-1]}]"
             )
         del chosen[name]
-    for name in chosen:
-        if (reason := _unfit(name, modules, weights)) is not None:
+    left_out = {name: reason for name in chosen if (reason := _unfit(name, modules, weights)) is not None}
+    for name, reason in left_out.items():
+        if any(_matches_name(pattern, name) for pattern in patterns):  # else by its class, as many others
             raise ConflictError(
                 f"{OPTION}.targets matches {name}, {reason}; write patterns that leave it out, as targets={ALL_LINEAR}"
                 f" does, or name it in {OPTION}.modules_to_save, which trains the whole layer"
             )
+        del chosen[name]
+    if not chosen:
+        raise NothingToDoError(_all_left_out(targets, module, left_out, method))
     frozen = {name for name, part in chosen.items() if _is_frozen(part)}
     if len(frozen) == len(chosen):
         frozen = set()  # these layers are meant, and were frozen by hand
     order = [name for name in modules if name in chosen and name not in frozen]
-    left_out = {name: "frozen, beside trained ones" for name in modules if name in frozen}
+    left_out |= {name: "frozen, beside trained ones" for name in modules if name in frozen}
     return Targets({name: chosen[name] for name in order}, left_out)
 
 
@@ -116,12 +120,19 @@ def _all_linear(module: nn.Module, modules: dict[str, nn.Module], method: str) -
         else:
             found.left_out[name] = reason
     if not found.layers:
-        reasons = listed([f"{name} ({reason})" for name, reason in found.left_out.items()], 8)
-        raise NothingToDoError(
-            f"{OPTION}.targets={ALL_LINEAR} selects no layer of {type(module).__name__}; it leaves out"
-            f" {reasons or 'nothing: there are no linear layers'}; write patterns: {OPTION}.targets=[<class or name>]"
-        )
+        raise NothingToDoError(_all_left_out(ALL_LINEAR, module, found.left_out, method))
     return found
+
+
+def _all_left_out(targets: str | Sequence[str], module: nn.Module, left_out: Mapping[str, str], method: str) -> str:
+    reasons = listed([f"{name} ({reason})" for name, reason in left_out.items()], 8)
+    others = [part for name, part in plain_modules(module) if _kind(part) in KINDS[method] and name not in left_out]
+    classes = listed(dict.fromkeys(type(part).__name__ for part in others), 8)
+    return (
+        f"{OPTION}.targets={targets} selects no layer of {type(module).__name__}; it leaves out"
+        f" {reasons or 'nothing: there are no linear layers'}; "
+        + (f"write {OPTION}.targets=[{classes}]" if classes else f"method={method} can adapt no other layer")
+    )
 
 
 def named_modules_of(module: nn.Module, names: Sequence[str], option: str) -> dict[str, nn.Module]:
@@ -135,7 +146,7 @@ def named_modules_of(module: nn.Module, names: Sequence[str], option: str) -> di
     for each in names:
         hits = {name: part for name, part in modules.items() if name and (name == each or name.endswith(f".{each}"))}
         if not hits:
-            with_weights = [name for name, part in modules.items() if part._parameters]
+            with_weights = [name for name, part in modules.items() if name and part._parameters]
             raise NothingToDoError(
                 f"{option}: no module {each!r} in {type(module).__name__}{nearest(each, with_weights)}there are"
                 f" {listed(with_weights, 8)}"
@@ -184,19 +195,26 @@ def _kind(part: nn.Module) -> str | None:
 
 
 def _matches(pattern: str, name: str, part: nn.Module) -> bool:
+    if _matches_name(pattern, name):
+        return True
     classes = {cls.__name__ for cls in type(part).__mro__ if cls not in (nn.Module, object)}
     # torch's attention reads the weight of a subclass of Linear, which nobody means by "Linear"
-    if pattern in classes and not isinstance(part, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return True
+    return pattern in classes and not isinstance(part, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def _matches_name(pattern: str, name: str) -> bool:
     return bool(name) and matches_end(name, pattern)
 
 
 def _no_match(pattern: str, modules: dict[str, nn.Module], hits: dict[str, nn.Module], method: str) -> str:
     if hits:
         kinds = dict.fromkeys(type(part).__name__ for part in hits.values())
+        inside = any(_kind(part) in KINDS[method] for hit in hits.values() for _, part in plain_modules(hit))
+        remedy = f"write the layers inside, as ['{pattern}.*']" if inside else "write others"
         return (
             f"{OPTION}.targets={pattern!r} matches only {', '.join(kinds)} ({listed(hits)}), which method={method}"
-            f" can't adapt; it adapts {', '.join(KINDS[method])}; write the layers inside, as ['{pattern}.*']"
+            f" can't adapt; it adapts {', '.join(KINDS[method])}; {remedy}, or name it in {OPTION}.modules_to_save,"
+            " which trains it whole"
         )
     ends = dict.fromkeys(name.split(".")[-1] for name, part in modules.items() if _kind(part) in KINDS[method])
     classes = dict.fromkeys(type(part).__name__ for part in modules.values() if _kind(part) in KINDS[method])
@@ -229,8 +247,10 @@ def _unfit(name: str, modules: dict[str, nn.Module], weights: dict[int, list[str
     weight = part._parameters.get("in_proj_weight" if isinstance(part, nn.MultiheadAttention) else "weight")
     if (weight is None and not weights_in(part)) or is_parametrized(part):
         return "whose weight is computed from others"
-    if isinstance(part, nn.modules.conv._ConvNd) and ({*part.dilation} != {1} or part.padding_mode != "zeros"):
-        return "whose dilation or padding peft's factors don't have"
+    if isinstance(part, nn.modules.conv._ConvNd) and (
+        {*part.dilation} != {1} or part.padding_mode != "zeros" or part.groups > 1
+    ):
+        return "whose dilation, padding or groups peft's factors don't have"
     owners = weights[id(weight)] if weight is not None else []
     return f"which shares its weight with another layer ({' and '.join(owners)})" if len(owners) > 1 else None
 
@@ -261,11 +281,7 @@ def _heads(module: nn.Module, modules: dict[str, nn.Module]) -> dict[int, str]:
     if not _is_frozen(module):  # a frozen teacher's are none
         linear = {name: part for name, part in linear.items() if not _is_frozen(part)}
     try:
-        blocks = repeated_blocks(module)
+        after = after_blocks(module)
     except NothingToDoError:
         return {id(part): "the last layer, an output head" for part in list(linear.values())[-1:] if len(linear) > 1}
-    order = {name: number for number, name in enumerate(modules)}
-    inside = {id(part) for block in blocks.values() for part in map(plain, block.modules())}
-    last = max(order[name] for name, part in modules.items() if id(part) in inside)
-    after = [part for name, part in linear.items() if order[name] > last]
-    return {id(part): "after the last block, as an output head" for part in after}
+    return {id(part): "after the last block, an output head" for name, part in linear.items() if name in after}

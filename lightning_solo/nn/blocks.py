@@ -13,7 +13,7 @@ from itertools import combinations
 from torch import nn
 
 from lightning_solo.errors import NothingToDoError, nearest
-from lightning_solo.nn.adapted import plain_modules
+from lightning_solo.nn.adapted import plain, plain_modules
 from lightning_solo.nn.quantized import QuantizedWeight, weights_in
 
 Build = frozenset[tuple[str, int]]  # a module's structure: (name, dimensions) of each parameter
@@ -70,6 +70,18 @@ def blocks_of_class(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Mod
                 f"there are {', '.join(classes) or 'no modules'}"
             )
     return _outermost(module, lambda m: type(m).__name__ in names)
+
+
+def after_blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """Return qualified name without adapters -> part that comes after the last repeated block, in module order.
+
+    Raises:
+        NothingToDoError: nothing repeats.
+    """
+    inside = {id(plain(part)) for block in repeated_blocks(module).values() for part in block.modules()}
+    parts = list(plain_modules(module))
+    last = max(number for number, (_, part) in enumerate(parts) if id(part) in inside)
+    return dict(parts[last + 1 :])
 
 
 def feed_forward_parts(module: nn.Module) -> dict[str, nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_solo.errors import ConflictError, NothingToDoError, listed
+from lightning_solo.nn.blocks import after_blocks
 from lightning_solo.nn.deferred_logits import output_heads
 from lightning_solo.nn.quantized import FLOATS
 
@@ -45,8 +47,8 @@ def chosen_weights(
     """Return the frozen weights that can be quantized.
 
     These are weights of linear layers, of transformers' ``Conv1D``, and parameters of three dimensions of modules that
-    aren't torch's own, such as the experts of a mixture. Output heads are left out, and what shares a weight with one
-    or with an embedding.
+    aren't torch's own, such as the experts of a mixture. Output heads are left out, which are the linear layers after
+    the last block where nothing else says so, and what shares a weight with one or with an embedding.
 
     Args:
         module: with frozen weights.
@@ -119,10 +121,11 @@ def _nothing(module: nn.Module, trained: dict[str, int], choice: Choice) -> str:
 def _kept_parameters(module: nn.Module) -> dict[int, str]:
     """Return id of parameter -> why it is left: weights of output heads, and those tied to embeddings."""
     kept: dict[int, str] = {}
-    try:
+    heads: list[nn.Module] = []
+    with suppress(NothingToDoError, ConflictError):
+        heads = [part for part in after_blocks(module).values() if isinstance(part, nn.Linear)]
+    with suppress(NothingToDoError, ConflictError):
         heads = list(output_heads(module).values())
-    except (NothingToDoError, ConflictError):
-        heads = []
     linear: set[int] = set()
     tables: set[int] = set()
     for part in module.modules():

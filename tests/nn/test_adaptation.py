@@ -167,10 +167,25 @@ def test_layers_of_transformers_models(kind: str, task: str, left_out: set[str])
             targets_of(model, ["out_proj"], "lora")
 
 
-def test_convolution_of_which_peft_drops_an_option_is_refused() -> None:
-    for options in ({"dilation": 2}, {"padding": 1, "padding_mode": "reflect"}):
-        with pytest.raises(ConflictError, match="dilation or padding"):
-            targets_of(nn.Sequential(nn.Conv2d(3, 8, 3, **options)), ["Conv2d"], "lora")
+def test_convolution_of_which_peft_drops_an_option_is_refused_by_name_and_left_out_by_class() -> None:
+    for options in ({"dilation": 2}, {"padding": 1, "padding_mode": "reflect"}, {"groups": 3}):
+        net = nn.Sequential(nn.Conv2d(3, 6, 3, **options), nn.Conv2d(6, 6, 1))
+        with pytest.raises(ConflictError, match=mentions("0", "groups")):
+            targets_of(net, ["0"], "lora")
+        targets = targets_of(net, ["Conv2d"], "lora")
+        assert (list(targets.layers), list(targets.left_out)) == (["1"], ["0"])
+        with pytest.raises(NothingToDoError, match=mentions("groups", "method=lora")):
+            targets_of(net[:1], ["Conv2d"], "lora")
+
+
+def test_layers_that_can_be_written_are_named() -> None:
+    net = nn.Sequential(nn.Embedding(4, 8), nn.LSTM(8, 8), nn.Linear(8, 8))
+    with pytest.raises(NothingToDoError, match=mentions("LSTM", "modules_to_save")):
+        targets_of(net, ["1"], "lora")
+    with pytest.raises(NothingToDoError, match=r"write callback\.adapters\.targets=\[Embedding\]"):
+        targets_of(net[:2], "all-linear", "lora")
+    with pytest.raises(NothingToDoError, match=r"as \['blocks\.\*'\]"):
+        targets_of(Stack(2, WIDTH), ["blocks"], "lora")
 
 
 def test_projection_that_attention_never_calls_is_refused_and_its_attention_taken() -> None:
@@ -302,6 +317,24 @@ def test_damaged_adapter_is_refused_before_a_weight_changes() -> None:
         adapter_merging.merge(module)
     base = adaptation.plain(module.blocks[0].down).weight
     assert torch.equal(base, weights["blocks.0.down.base_layer.weight"])
+
+
+class Scaled(nn.Linear):
+    """A linear layer that uses its weight in its own way."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, 2 * self.weight, self.bias)
+
+
+def test_merge_that_would_change_outputs_is_refused_before_a_weight_changes() -> None:
+    module = made(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Scaled(WIDTH, WIDTH)))
+    put_in(module, ["Linear"])
+    weights, x = copy.deepcopy(module.state_dict()), rows(3, WIDTH)
+    adapted = module(x)
+    with pytest.raises(ConflictError, match=mentions("1, a Scaled", "after_fit=keep")):
+        adapter_merging.merge(module)
+    assert all(torch.equal(weight, weights[name]) for name, weight in module.state_dict().items())
+    assert torch.equal(module(x), adapted)
 
 
 def test_removing_what_pissa_moved_is_refused() -> None:

@@ -135,6 +135,12 @@ def test_heads_embeddings_and_attention_are_left_out_and_ties_stay() -> None:
     assert choice.left_out["embedding.weight"] == "output head"
 
 
+def test_layers_after_the_last_block_are_left_out_as_heads() -> None:
+    choice = chosen_weights(Stack(2, width=WIDTH).requires_grad_(False))
+    assert choice.left_out == {"head.weight": "output head"}
+    assert len(choice.modules) == 4
+
+
 def test_tied_layers_stay_tied(make_trainer: Make) -> None:
     net = Stack(2, width=WIDTH)
     net.blocks[1].up.weight = net.blocks[0].up.weight

@@ -180,6 +180,8 @@ class Adapters(Technique, Settings):
         if self._left_out:
             named = listed([f"{name} ({reason})" for name, reason in self._left_out.items()], 5)
             words += f"; without an adapter: {named}"
+            if any(reason.endswith(", an output head") for reason in self._left_out.values()):
+                words += f" (a new head is trained by {OPTION}.modules_to_save)"
         ctx.info(words)
 
     # --- the fit ---
