@@ -25,7 +25,7 @@ ELSEWHERE = {
     "data/test_splitting.py": "data/loss_weights",
     "export/test_conversion.py": "cli/convert",
     "export/test_weights.py": "cli/export export/formats export/sources optim/checkpoint_masters",
-    "export/test_pretrained.py": "export/adapter_folder export/generation_files export/trained_models",
+    "export/test_pretrained.py": "export/adapter_folder export/generation_files export/gguf export/trained_models",
     "fine_tuning/test_chat.py": "fine_tuning/chat_report",
     "fine_tuning/test_new_tokens.py": "nn/embedding_rows",
     "fine_tuning/test_trained.py": "cli/generate",

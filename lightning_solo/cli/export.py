@@ -1,4 +1,4 @@
-"""`lightning-solo export RUN|FILE --format weights|hf|adapter`: writes a checkpoint in a form that others read."""
+"""`lightning-solo export RUN|FILE --format weights|hf|adapter|gguf`: writes a checkpoint in a form that others read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_solo.errors import PresetError, nearest
 from lightning_solo.export.formats import BASES, DTYPES, FORMATS
 
 TAKES = (
-    "write: lightning-solo export RUN|FILE [--format weights|hf|adapter] [--dtype fp32|bf16|fp16] [--output PATH]"
-    " [--force], with hf and adapter also [--base-folder FOLDER] [--tokenizer FOLDER], with hf [--base"
-    " dequantized|original] [--shard-size 5GB]"
+    "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf] [--dtype fp32|bf16|fp16] [--output PATH]"
+    " [--force], but for weights also [--base-folder FOLDER] [--tokenizer FOLDER], with hf and gguf [--base"
+    " dequantized|original], with hf [--shard-size 5GB], with gguf [--llama-cpp FOLDER] [--quantize q4_k_m]"
 )
 _CHOICES = {"format": tuple(FORMATS), "dtype": DTYPES, "base": BASES}
 
@@ -51,6 +51,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     others.add_argument("--base-folder", type=Path, metavar="FOLDER", help="the base model, if it isn't where it was")
     others.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="the tokenizer, if tokens were added")
     others.add_argument("--shard-size", metavar="SIZE", help="the largest size of a file, by default 5GB")
+    others.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp; by default $LLAMA_CPP or the path")
+    others.add_argument("--quantize", metavar="TYPE", help="a type of llama.cpp's, such as q4_k_m")
     options = parser.parse_args(arguments)
     for name, allowed in _CHOICES.items():
         value = getattr(options, name)

@@ -22,6 +22,7 @@ FORMATS = {
     "weights": Format("lightning_solo.export.weights:write_weights", ("dtype",)),
     "hf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "shard_size")),
     "adapter": Format(_FOLDER, ("dtype", "base_folder", "tokenizer")),
+    "gguf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "llama_cpp", "quantize")),
 }
 """Name of a format -> how it is written."""
 DTYPES = ("fp32", "bf16", "fp16")

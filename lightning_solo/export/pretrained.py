@@ -16,13 +16,14 @@ from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, P
 from lightning_solo.export.adapter_folder import write_adapter
 from lightning_solo.export.formats import BASES, DTYPES
 from lightning_solo.export.generation_files import write_generation_files, write_tokenizer
+from lightning_solo.export.gguf import find_llama_cpp, write_gguf
 from lightning_solo.export.sources import checkpoint_of
 from lightning_solo.export.trained_models import TrainedModel, trained_model
 from lightning_solo.export.weights import TYPES
 from lightning_solo.nn.adapter_merging import merge, merge_summary
 from lightning_solo.units import format_bytes
 
-EXPORTED = ("config.json", "adapter_config.json", "Modelfile")
+EXPORTED = ("config.json", "adapter_config.json", "model*.gguf")
 """Files of which each exported folder has one: others aren't replaced."""
 ROWS, TOKENS = 4, 16
 """Size of the batch on which logits are compared."""
@@ -39,6 +40,8 @@ def export_pretrained(
     model: str | None = None,
     tokenizer: str | Path | None = None,
     shard_size: str = "5GB",
+    llama_cpp: str | Path | None = None,
+    quantize: str | None = None,
     overwrite: bool = False,
 ) -> list[str]:
     """Write a model of Hugging Face's as a folder that transformers loads without this package; return lines about it.
@@ -48,7 +51,8 @@ def export_pretrained(
     Args:
         source: a module that has the model as any attribute, and stays as it is; or a checkpoint or run of one.
         output: the folder to write; by default beside the checkpoint.
-        format: "hf": the model, with its adapter merged; "adapter": the adapter alone, in the layout of peft.
+        format: "hf": the model, with its adapter merged; "adapter": the adapter alone, in the layout of peft;
+            "gguf": the merged model, converted by the user's llama.cpp.
         dtype: "fp32", "bf16" or "fp16"; by default the types of the base's folder, and of an adapter as it was trained.
         base: to which weights an adapter is added, where training had them in 4 or 8 bits: to the "dequantized" ones,
             as in training, or to the "original" ones of the base's folder, which give other answers.
@@ -56,16 +60,19 @@ def export_pretrained(
         model: qualified name of the model in the module, if there are several.
         tokenizer: folder of the tokenizer, if tokens were added; by default the base's.
         shard_size: largest size of a file.
+        llama_cpp: folder of llama.cpp, for "gguf"; by default ``$LLAMA_CPP``, else the path of programs.
+        quantize: type to which llama.cpp's own program quantizes, such as "q4_k_m".
         overwrite: whether an earlier export is replaced.
 
     Raises:
         NothingToDoError: the module has no model of Hugging Face's; or no adapter, of which the format is "adapter".
         CheckpointError: the base is missing or another one, or the folder can't be written; then nothing is left.
         BudgetError: the disk has too little space.
+        CapabilityError: transformers or llama.cpp is missing, or llama.cpp fails.
         PresetError: an unknown argument.
     """
     choices: dict[str, tuple[str | None, tuple[str, ...]]] = {
-        "format": (format, ("hf", "adapter")),
+        "format": (format, ("hf", "adapter", "gguf")),
         "dtype": (dtype, DTYPES),
         "base": (base, BASES),
     }
@@ -73,6 +80,7 @@ def export_pretrained(
         if value not in allowed and (option, value) != ("dtype", None):
             raise PresetError(f"{option}={value!r}{nearest(str(value), allowed)}write {' or '.join(allowed)}")
     folder = _new_folder(source, output, format, overwrite=overwrite)
+    programs = find_llama_cpp(None if llama_cpp is None else Path(llama_cpp), quantize) if format == "gguf" else None
     _refuse_inside(folder, [base_folder, tokenizer, *([] if isinstance(source, nn.Module) else [source])])
     trained = trained_model(
         source if isinstance(source, nn.Module) else Path(source),
@@ -87,8 +95,13 @@ def export_pretrained(
         if format == "adapter":
             lines = write_adapter(trained, new, None if dtype is None else TYPES[dtype])
             lines += write_tokenizer(words, new) if words is not None else []
-        else:
+        elif programs is None:
             lines = write_model(trained, new, dtype, base, words or trained.folder, shard_size)
+        else:
+            (model_folder := new / "hf").mkdir()
+            lines = write_model(trained, model_folder, dtype, base, words or trained.folder, shard_size)
+            lines += write_gguf(programs, model_folder, new, dtype, quantize)
+            shutil.rmtree(model_folder)
     return [f"{format}: {folder}, {format_bytes(sum(file.stat().st_size for file in folder.iterdir()))}", *lines]
 
 
@@ -176,7 +189,7 @@ def _new_folder(source: Any, output: str | Path | None, format: str, *, overwrit
         output = checkpoint.with_name(f"{checkpoint.stem}-{format}")
     folder = Path(output)
     if folder.exists():
-        ours = folder.is_dir() and (not any(folder.iterdir()) or any((folder / name).is_file() for name in EXPORTED))
+        ours = folder.is_dir() and (not any(folder.iterdir()) or any(any(folder.glob(name)) for name in EXPORTED))
         if not ours or folder.is_symlink():
             raise CheckpointError(f"{folder} exists, and is no exported folder; write --output FOLDER, a new one")
         if any(folder.iterdir()) and not overwrite:

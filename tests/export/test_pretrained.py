@@ -18,7 +18,14 @@ from torch import Tensor, nn
 import lightning_solo as solo
 from lightning_solo.cli.export import parse
 from lightning_solo.cli.export import run as export
-from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, NothingToDoError, PresetError
+from lightning_solo.errors import (
+    BudgetError,
+    CapabilityError,
+    CheckpointError,
+    ConflictError,
+    NothingToDoError,
+    PresetError,
+)
 from lightning_solo.export.pretrained import export_pretrained
 from lightning_solo.nn import adaptation
 from lightning_solo.nn.adaptation import adapter_parameters
@@ -289,6 +296,53 @@ def test_template_that_turns_cannot_frame_is_left_out(models: Models, tmp_path: 
     text = (tmp_path / "out" / "Modelfile").read_text()
     assert "TEMPLATE" not in text and 'stop "</s>"' in text  # noqa: PT018
     assert any("TEMPLATE" in line for line in lines)
+
+
+# --- llama.cpp ---
+
+# Stands for the user's llama.cpp: it reads what the real converter reads, and writes what it was told
+CONVERTER = """
+import json, struct, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+with (folder / "model.safetensors").open("rb") as file:
+    tensors = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+config = json.loads((folder / "config.json").read_text())
+told = {"architectures": config["architectures"], "tokenizer": (folder / "tokenizer.json").is_file(),
+        "tensors": sorted(set(tensors) - {"__metadata__"}), "arguments": sys.argv[2:]}
+if "fail" in sys.argv[1]:
+    sys.exit("BPE pre-tokenizer was not recognized")
+Path(sys.argv[3]).write_text(json.dumps(told))
+"""
+
+
+def test_gguf_is_written_by_the_users_llama_cpp(models: Models, tmp_path: Path, monkeypatch: Any) -> None:
+    module, llama_cpp = adapted(Tuned(str(models()))), tmp_path / "llama.cpp"
+    with pytest.raises(CapabilityError, match=mentions("git clone", "--llama-cpp llama.cpp", "convert_hf_to_gguf.py")):
+        export_pretrained(module, tmp_path / "out", "gguf")
+    llama_cpp.mkdir()
+    (llama_cpp / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    export_pretrained(module, tmp_path / "out", "gguf", llama_cpp=llama_cpp, dtype="fp16")
+    told = json.loads((tmp_path / "out" / "model.gguf").read_text())
+    assert told["architectures"] == ["LlamaForCausalLM"] and told["tokenizer"]  # noqa: PT018
+    assert told["tensors"] == sorted(load(models()).state_dict())
+    assert told["arguments"][2:] == ["--outtype", "f16"]
+    assert (tmp_path / "out" / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {"model.gguf", "Modelfile"}
+    with pytest.raises(CapabilityError, match=mentions("--quantize q4_k_m", "cmake")):
+        export_pretrained(module, tmp_path / "quantized", "gguf", llama_cpp=llama_cpp, quantize="q4_k_m")
+    (llama_cpp / "build" / "bin").mkdir(parents=True)
+    program = llama_cpp / "build" / "bin" / "llama-quantize"
+    program.write_text('#!/bin/sh\ncp "$1" "$2" && echo "$3" >> "$2"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("LLAMA_CPP", str(llama_cpp))
+    export_pretrained(module, tmp_path / "quantized", "gguf", quantize="q4_k_m")
+    assert (tmp_path / "quantized" / "model-Q4_K_M.gguf").read_text().endswith("Q4_K_M\n")
+    assert "FROM ./model-Q4_K_M.gguf\n" in (tmp_path / "quantized" / "Modelfile").read_text()
+    (failing := tmp_path / "fail").mkdir()
+    with pytest.raises(CapabilityError, match=mentions("status 1", "not recognized", "--tokenizer")):
+        export_pretrained(module, failing / "out", "gguf")
+    assert not any(failing.iterdir())
 
 
 # --- refused ---
