@@ -316,8 +316,11 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
         node = node if isinstance(node, DictConfig) else OmegaConf.create(dict(node))
         plain = OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
-        remedy = f"; write {error.full_key}=..." if error.full_key else ""
-        raise PresetError(f"{error.full_key or 'preset'}: {str(error).splitlines()[0]}{remedy}") from error
+        missing = re.search(r"Missing mandatory value: ([\w.]+)", str(error))  # of the key that this one refers to
+        key = missing[1] if missing else error.full_key
+        raise PresetError(
+            f"{key or 'preset'}: {str(error).splitlines()[0]}{f'; write {key}=...' * bool(key)}"
+        ) from error
     if not isinstance(plain, dict):
         raise PresetError(f"a preset must be a mapping, got {node!r}")
     plain = _without_unset(node, plain)
