@@ -214,6 +214,25 @@ def test_batches_on_their_way_to_the_device(home: ModuleType, make_trainer: Make
     assert "batch_to_device" not in vars(trainer.strategy)
 
 
+def test_the_module_moves_within_a_context(home: ModuleType, make_trainer: Make) -> None:
+    module, trainer, seen = regression(home), make_trainer(home, precision="bf16-true", max_steps=1), []
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        seen.append({p.dtype for p in module.parameters()})  # converted already
+        seen.append(trainer.optimizers)
+        module.net.head.weight.data.zero_()
+        yield
+        module.net.head.weight.data.add_(1)
+
+    before = dict(vars(trainer.strategy))
+    with patches.moves_within(trainer.strategy, context):
+        trainer.fit(module, loader(1))
+    assert seen == [{torch.bfloat16}, []]
+    assert float(module.net.head.weight.detach().mean()) == pytest.approx(1, abs=0.1)
+    assert vars(trainer.strategy).keys() - before.keys() <= {"_lightning_module"}
+
+
 def test_checkpoints_are_read_through_a_function(home: ModuleType, make_trainer: Make, tmp_path: Path) -> None:
     trainer, path, calls = make_trainer(home), tmp_path / "saved.ckpt", []
     trainer.fit(regression(home), loader(2))

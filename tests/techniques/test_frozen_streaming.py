@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+import lightning_solo as solo
 from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.nn.forwards import ATTRIBUTES
 from lightning_solo.planner.device import device
@@ -27,6 +29,7 @@ from lightning_solo.techniques.activation_offloading.technique import Activation
 from lightning_solo.techniques.frozen_streaming.technique import FrozenStreaming
 from lightning_solo.techniques.quantized_base.technique import QuantizedBase
 from lightning_solo.units import GiB
+from tests.conftest import long
 from tests.messages import mentions
 from tests.modules import Held, loader, regression
 from tests.training import equal
@@ -138,14 +141,20 @@ TECHNIQUES: dict[str, Callable[[], list[Any]]] = {
     "int8 alone": lambda: [QuantizedBase("int8")],
     "offloaded": lambda: [ActivationOffloading(mode="all", min_offload_bytes=1, allow_cpu=True)],
 }
+QUICK = {("alone", "32-true"), ("recomputed", "bf16-mixed"), ("int8", "bf16-mixed"), ("offloaded", "32-true")}
 
 
 @pytest.mark.any_device
 @pytest.mark.every_change
 @pytest.mark.filterwarnings("ignore:activation offloading. mode=all moves")
 @pytest.mark.filterwarnings("ignore:activation checkpointing. budget")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("others", TECHNIQUES)
+@pytest.mark.parametrize(
+    ("others", "precision"),
+    [
+        ((lambda *case: case) if case in QUICK else long)(*case)
+        for case in itertools.product(TECHNIQUES, ("32-true", "bf16-mixed"))
+    ],
+)
 def test_losses_and_gradients_are_those_of_resident_weights(make_trainer: Make, others: str, precision: str) -> None:
     options = {"precision": precision, "max_epochs": 2, "num_sanity_val_steps": 1}
     resident = fit(make_trainer, *TECHNIQUES[others](), **options)
@@ -157,7 +166,7 @@ def test_losses_and_gradients_are_those_of_resident_weights(make_trainer: Make, 
 
 
 @pytest.mark.any_device
-@pytest.mark.parametrize("window", [2, 3])
+@pytest.mark.parametrize("window", [2, long(3)])
 def test_bytes_and_copies(make_trainer: Make, window: int) -> None:
     technique = FrozenStreaming(window=window)
     _, watch = fit(make_trainer, technique, ActivationCheckpointing(), limit_val_batches=0)
@@ -179,6 +188,7 @@ def test_int8_codes_are_streamed_and_not_the_numbers(make_trainer: Make) -> None
     assert technique.ring.host_bytes == BLOCKS * (BASES // 4 + 4 * 3 * WIDTH + BLOCK - BASES)
 
 
+@pytest.mark.long
 def test_nf4_under_mixed_precision(make_trainer: Make) -> None:
     pytest.importorskip("bitsandbytes")
     others = [QuantizedBase("nf4"), ActivationCheckpointing()]
@@ -187,7 +197,7 @@ def test_nf4_under_mixed_precision(make_trainer: Make) -> None:
 
 
 @pytest.mark.any_device
-@pytest.mark.parametrize("own_checkpoints", [False, True])
+@pytest.mark.parametrize("own_checkpoints", [False, long(True)])
 def test_blocks_called_several_times_in_any_order(make_trainer: Make, own_checkpoints: bool) -> None:
     def module() -> Any:
         made = module_of()
@@ -259,6 +269,7 @@ def test_validation_test_and_prediction_without_a_fit_load_all_weights(make_trai
     assert equal([*trainer.predict(module, batches)], [*expected])
 
 
+@pytest.mark.long
 def test_a_generating_model_of_transformers(make_trainer: Make) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -367,6 +378,7 @@ def test_what_it_refuses(make_trainer: Make) -> None:
         fit(make_trainer, FrozenStreaming(), module=module, limit_val_batches=0)
 
 
+@pytest.mark.long
 def test_a_plan_has_the_buffers_the_host_and_the_copies() -> None:
     (batch,) = loader(1, width=WIDTH)
     presets = [{"precision": "32-true", "callback": callback} for callback in ({}, {"frozen_streaming": {}})]
@@ -379,6 +391,7 @@ def test_a_plan_has_the_buffers_the_host_and_the_copies() -> None:
     assert streamed.seconds_per_step > resident.seconds_per_step
 
 
+@pytest.mark.long
 def test_a_planned_fit_on_the_cpu_counts_all_in_one_memory(make_trainer: Make) -> None:
     (batch,) = loader(1, width=WIDTH)
     preset = {"precision": "bf16-mixed", "callback": {"frozen_streaming": {}, "activation_checkpointing": {}}}
@@ -389,3 +402,66 @@ def test_a_planned_fit_on_the_cpu_counts_all_in_one_memory(make_trainer: Make) -
         module_of(), DataLoader([batch] * 4, batch_size=None)
     )
     assert plan.peak_bytes == held.peak_bytes
+
+
+def language_model(kind: str) -> Any:
+    """Return a LightningModule of a small model of transformers with four blocks, in bf16."""
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 4}
+    rest = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 16}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_head=2, n_layer=4, n_positions=32)
+    elif kind == "moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        config = transformers.Qwen3MoeConfig(**small, **rest, **experts, output_router_logits=True)
+    else:
+        config = transformers.LlamaConfig(**small, **rest)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+            self.net.blocks = nn.Module()  # what `Watch` looks at
+
+        def step(self, batch: Tensor) -> Tensor:
+            return self.net(input_ids=batch, labels=batch).loss
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.step(batch)
+
+        def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+            self.step(batch)
+
+        def on_train_start(self) -> None:
+            for name, p in self.named_parameters():
+                if "lora_B" in name:
+                    nn.init.normal_(p, std=0.02)  # zeros at the start
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    return Module()
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set")
+@pytest.mark.parametrize("kind", ["llama", "moe", "gpt2"])
+def test_preset_gives_what_qlora_gives(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("bitsandbytes")
+
+    def run(preset: str) -> tuple[Any, Watch, Any]:
+        module, watch = language_model(kind), Watch()
+        kwargs = solo.trainer_kwargs(preset, ["callback.adapters.r=4"], callbacks=[watch])
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = L.Trainer(**kwargs, **quiet, max_steps=3, num_sanity_val_steps=1, default_root_dir=str(tmp_path))
+        ids = torch.randint(64, (6, 2, 12), generator=torch.Generator().manual_seed(3))
+        trainer.fit(module, DataLoader(ids, batch_size=None), DataLoader(ids[:2], batch_size=None))
+        return module, watch, [each for each in trainer.callbacks if isinstance(each, FrozenStreaming)]
+
+    resident, streamed = run("qlora"), run("qlora_streamed")
+    (technique,) = streamed[2]
+    assert technique.ring.copies >= 4 + 5 * 2
+    assert len(resident[1].gradients[0]) >= 8 * 4  # of two factors in at least four layers of each block
+    assert_same(streamed[:2], resident[:2])
