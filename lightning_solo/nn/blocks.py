@@ -62,7 +62,7 @@ def blocks_of_class(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Mod
     Raises:
         NothingToDoError: a name matches nothing; the message lists the classes in the module.
     """
-    classes = {type(child).__name__: None for child in module.modules() if child is not module}
+    classes = {type(child).__name__: None for _, child in plain_modules(module) if child is not module}
     for name in names:
         if name not in classes:
             raise NothingToDoError(
@@ -149,7 +149,7 @@ def _search(module: nn.Module, known: Sequence[nn.Module] = ()) -> list[nn.Modul
     for group in groups:
         members = list({id(member): member for member in group}.values())
         inner = [block for member in members for block in _search(member, known)]
-        inner = [block for member in members for block in _outermost(member, _likeness(inner)).values()]
+        inner = [plain(block) for member in members for block in _outermost(member, _likeness(inner)).values()]
         can_be_blocks = all(_is_callable(member) for member in members)
         found += inner if inner and (not can_be_blocks or _made_of(members, inner)) else members * can_be_blocks
     done = {id(child) for child in (*found, *(member for group in groups for member in group))}
@@ -160,7 +160,7 @@ def _search(module: nn.Module, known: Sequence[nn.Module] = ()) -> list[nn.Modul
 
 def _listed(module: nn.Module) -> list[nn.Module]:
     """Return the innermost callable members of module lists that have parts."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    lists = [part for _, part in plain_modules(module) if isinstance(part, nn.ModuleList)]
     members = [child for part in lists for child in _composites(part) if _is_callable(child)]
     return [member for member in members if not _listed(member)]
 
@@ -176,7 +176,12 @@ def _likeness(blocks: Sequence[nn.Module]) -> Callable[[nn.Module], bool]:
 
 def _composites(module: nn.Module) -> list[nn.Module]:
     """Return the direct children that could be or contain blocks; a child that is listed twice is returned twice."""
-    return [child for child in module._modules.values() if child is not None and _is_composite(child)]
+    return [child for _, outer in _children(module) if _is_composite(child := plain(outer))]
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (name, child) of a module, which may be inside an adapter, as its children may be."""
+    return [(name, child) for name, child in plain(module)._modules.items() if child is not None]
 
 
 def _is_composite(module: nn.Module) -> bool:
@@ -200,7 +205,7 @@ def _is_callable(module: nn.Module) -> bool:
 def _build(module: nn.Module) -> Build:
     return frozenset(
         (f"{name}.{key}", len(weight.shape))
-        for name, part in module.named_modules(remove_duplicate=False)
+        for name, part in plain_modules(module, remove_duplicate=False)
         for key, weight in _own_weights(part).items()
     )
 
@@ -258,7 +263,8 @@ def _content(modules: Iterable[nn.Module]) -> tuple[int, set[Build]]:
     """Return the parameters outside embedding tables, each counted once, and the kinds of parameterised modules."""
     sizes: dict[int, int] = {}
     kinds: set[Build] = set()
-    for part in (part for module in modules for part in module.modules() if not isinstance(part, nn.Embedding)):
+    parts = (part for module in modules for _, part in plain_modules(module))
+    for part in (part for part in parts if not isinstance(part, nn.Embedding)):
         own = _own_weights(part)
         sizes.update({id(weight): weight.shape.numel() for weight in own.values()})
         if own:
@@ -267,15 +273,18 @@ def _content(modules: Iterable[nn.Module]) -> tuple[int, set[Build]]:
 
 
 def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return qualified name -> match below ``module`` that no other match contains."""
+    """Return qualified name without adapters -> match below ``module`` that no other match contains.
+
+    A match inside an adapter is returned with its adapter.
+    """
     seen: set[int] = set()
 
     def visit(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-        for name, child in parent.named_children():
+        for name, child in _children(parent):
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            if matches(child):
+            if matches(plain(child)):
                 yield prefix + name, child
             else:
                 yield from visit(child, f"{prefix}{name}.")
@@ -285,7 +294,7 @@ def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> dict[
 
 def _parts(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the named children with parameters; a wrapper with a single such child is skipped."""
-    parts = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+    parts = [(name, child) for name, child in _children(module) if any(True for _ in child.parameters())]
     if len(parts) == 1 and (inner := _parts(parts[0][1])):
         return [(f"{parts[0][0]}.{name}", child) for name, child in inner]
     return parts

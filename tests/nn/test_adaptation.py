@@ -14,6 +14,7 @@ from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoErr
 from lightning_solo.nn import adaptation, adapter_merging, adapter_weights
 from lightning_solo.nn.adaptation import AdapterConfig
 from lightning_solo.nn.adapter_targets import KINDS, feed_forward_outputs, targets_of
+from lightning_solo.nn.blocks import blocks_of_class, repeated_blocks
 from lightning_solo.nn.quantized import quantize, quantized
 from tests.messages import mentions
 from tests.models import small_model
@@ -194,6 +195,31 @@ def test_projection_that_attention_never_calls_is_refused_and_its_attention_take
         targets_of(module, ["out_proj"], "lora")
     assert {"encoder.self_attn", "encoder.linear1"} <= targets_of(module, "all-linear", "lora").layers.keys()
     assert "encoder.self_attn.out_proj" in targets_of(module, "all-linear", "dora").left_out
+
+
+def feed_forward() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, WIDTH))
+
+
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "sequential": lambda: nn.Sequential(*[feed_forward() for _ in range(3)]),
+    "attention": Attention,
+    "Bert": lambda: small_model("Bert", "ForSequenceClassification"),
+    "Albert": lambda: small_model("Albert", "ForSequenceClassification"),
+}
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_those_of_the_module_without_adapters(kind: str) -> None:
+    module = BLOCKS[kind]()
+    before = repeated_blocks(module)
+    put_in(module)
+    assert repeated_blocks(module) == before
+    classes = list(dict.fromkeys(type(block).__name__ for block in before.values()))
+    assert blocks_of_class(module, classes) == before
+    module = BLOCKS[kind]()
+    put_in(module, list(targets_of(module, "all-linear", "lora").layers)[:3])
+    assert repeated_blocks(module).keys() == before.keys()
 
 
 # --- outputs ---
