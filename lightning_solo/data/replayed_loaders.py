@@ -49,6 +49,7 @@ class _Order:
         self.sampler = sampler
         self.resumed: Mapping[str, Any] | None = None  # the position at which the next iterator begins
         self.latest: Replay | StatefulOrder | None = None
+        self._reached: Mapping[str, Any] | None = None  # the position of the latest
         inner = getattr(sampler, "sampler", sampler)
         self.name = type(inner).__name__
         self.stateful = next((part for part in (sampler, inner) if is_stateful(part)), None)
@@ -58,6 +59,9 @@ class _Order:
 
     def __iter__(self) -> Iterator[Any]:
         loader, resumed = self.loader, self.resumed
+        if resumed is not None and resumed is self._reached and self.latest is not None:
+            return self.latest  # a loader with workers makes two iterators, and uses the second one
+        self._reached = resumed
         done = 0 if resumed is None else resumed["done"]
         if self.stateful is not None:
             if resumed is not None:

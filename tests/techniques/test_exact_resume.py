@@ -542,6 +542,13 @@ def test_a_count_of_epochs_at_an_end(make_trainer: Make, tmp_path: Path, hook: s
     check(make_trainer, tmp_path, data, hook, validation=validation, max_epochs=3)
 
 
+def test_a_count_of_epochs_with_workers(make_trainer: Make, tmp_path: Path) -> None:
+    def data() -> Any:
+        return DataLoader(Items(("torch",)), BATCH, sampler=Counting(), num_workers=2)
+
+    check(make_trainer, tmp_path, data, "on_train_batch_end", only=[8])
+
+
 def test_a_changed_argument_of_a_sampler_is_kept(make_trainer: Make, tmp_path: Path) -> None:
     class Sized(Counting):
         def __init__(self, size: int) -> None:
