@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections import UserList
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
@@ -28,6 +30,7 @@ import lightning_solo as solo
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.seams import patches, resuming
 from lightning_solo.techniques.exact_resume.technique import ExactResume
+from lightning_solo.techniques.safe_checkpoint.technique import SafeCheckpoint
 from tests.conftest import long
 from tests.messages import mentions
 
@@ -447,6 +450,23 @@ def test_batches_that_are_fetched_ahead(make_trainer: Make, tmp_path: Path, kind
     check(make_trainer, tmp_path, data, "on_before_backward", only=[1, 4, 6, 7], **more)
 
 
+@pytest.mark.parametrize("at", [2, PER_EPOCH])
+def test_a_signal_where_batches_are_fetched_ahead(make_trainer: Make, tmp_path: Path, at: int) -> None:
+    class Kills(L.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if len(module.losses) == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    data, saves = WITHOUT_LENGTH["stateful"], ModelCheckpoint(tmp_path, every_n_epochs=9)
+    whole = fit(make_trainer, data, ExactResume())
+    with pytest.raises(SystemExit):
+        fit(make_trainer, data, ExactResume(), SafeCheckpoint(), Kills(), saves, enable_checkpointing=True)
+    rest = fit(make_trainer, data, ExactResume(), path=tmp_path / "last.ckpt")
+    assert rest[0].losses == whole[0].losses[-len(rest[0].losses) :]
+    assert len(rest[0].losses) in (2 * PER_EPOCH - at, 2 * PER_EPOCH - at - 1)  # it may train one batch more
+    assert_equal(whole, rest)
+
+
 class StopError(Exception):
     """Of a test's own hook."""
 
@@ -530,8 +550,10 @@ def test_a_state_without_a_position_is_refused(make_trainer: Make, tmp_path: Pat
     saves = Saves(tmp_path, "on_train_batch_end", only=only)
     with pytest.warns(UserWarning, match=mentions("state_dict of Forgetful", "position", "skip as many")):
         fit(make_trainer, data, ExactResume(), saves)
+    resumed = Saves(tmp_path, "on_train_batch_end")
     with pytest.raises(CheckpointError, match=mentions("state_dict of Forgetful", "~callback.exact_resume")):
-        fit(make_trainer, data, ExactResume(), path=saves.saved[0][0])
+        fit(make_trainer, data, ExactResume(), resumed, path=saves.saved[0][0])
+    assert len(resumed.saved) == (only == [1])  # known only at the second batch
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_batch_end"])
