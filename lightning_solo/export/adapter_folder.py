@@ -42,6 +42,9 @@ def write_adapter(trained: TrainedModel, folder: Path, dtype: torch.dtype | None
         warnings.simplefilter("ignore")  # peft's, about settings that are meant
         peft_config(trained, config, names).save_pretrained(folder)
     lines = list(trained.notes)
+    if trained.words.new_tokens:
+        rows = len(trained.model.get_input_embeddings().weight)
+        lines.append(f"the base needs rows for new tokens before the adapter: base.resize_token_embeddings({rows})")
     if trained.formats:
         kinds = " and ".join(sorted(set(trained.formats.values())))
         lines.append(

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_solo.atomic_files import read_json
+from lightning_solo.data.tokenizers import tokenizer_of
+from lightning_solo.export.trained_models import Words
 
 TOKENIZER_FILES = (
     "*token*.json",
@@ -26,8 +28,15 @@ TOKENIZER_FILES = (
 GENERATION = "generation_config.json"
 
 
-def write_tokenizer(folder: Path | None, output: Path) -> list[str]:
-    """Copy the files of a tokenizer byte for byte; return a line if there are none."""
+def write_tokenizer(words: Words, output: Path) -> list[str]:
+    """Copy the files of a tokenizer byte for byte; write them anew only if tokens were added. Return lines about it.
+
+    A chat template that training used in place of the tokenizer's is written where transformers looks for it.
+    """
+    folder, tokens, template = words
+    if folder is not None and tokens:
+        tokenizer_of(folder, template, tokens).save_pretrained(output)
+        return [f"tokenizer: that of {folder}, written anew with {len(tokens)} more tokens"]
     files = sorted(folder.iterdir()) if folder is not None else []
     chosen = [
         file
@@ -39,6 +48,12 @@ def write_tokenizer(folder: Path | None, output: Path) -> list[str]:
             shutil.copytree(file, output / file.name)
         else:
             shutil.copyfile(file, output / file.name)
+    if template is not None and chosen:
+        (output / "chat_template.jinja").write_text(template, encoding="utf-8")
+        config = read_json(output / "tokenizer_config.json") or {}
+        if config.get("chat_template") not in (None, template):
+            text = json.dumps({**config, "chat_template": template}, indent=2, ensure_ascii=False)
+            (output / "tokenizer_config.json").write_text(f"{text}\n", encoding="utf-8")
     return [] if chosen else [f"tokenizer: none in {folder}, so none was copied"]
 
 

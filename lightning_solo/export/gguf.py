@@ -88,4 +88,6 @@ def _run(command: Sequence[object]) -> None:
             hint = (
                 "\nllama.cpp doesn't know this tokenizer: update it, or export with the base's own, --tokenizer FOLDER"
             )
+        if "ModuleNotFoundError" in last:
+            hint = f"\ninstall llama.cpp's packages for {sys.executable}: pip install gguf sentencepiece"
         raise CapabilityError(f"{' '.join(words)} failed with status {done.returncode}:\n  {last}{hint}")

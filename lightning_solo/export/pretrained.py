@@ -18,7 +18,7 @@ from lightning_solo.export.formats import BASES, DTYPES
 from lightning_solo.export.generation_files import write_generation_files, write_tokenizer
 from lightning_solo.export.gguf import find_llama_cpp, write_gguf
 from lightning_solo.export.sources import checkpoint_of
-from lightning_solo.export.trained_models import TrainedModel, trained_model
+from lightning_solo.export.trained_models import TrainedModel, Words, trained_model
 from lightning_solo.export.weights import TYPES
 from lightning_solo.nn.adapter_merging import merge, merge_summary
 from lightning_solo.units import format_bytes
@@ -90,16 +90,17 @@ def export_pretrained(
         base,
     )
     _refuse_inside(folder, [trained.folder])
-    words = None if tokenizer is None else Path(tokenizer)
+    if tokenizer is not None:
+        trained.words = Words(Path(tokenizer))
     with _written(folder) as new:
         if format == "adapter":
             lines = write_adapter(trained, new, None if dtype is None else TYPES[dtype])
-            lines += write_tokenizer(words, new) if words is not None else []
+            lines += write_tokenizer(trained.words, new) if trained.words.new_tokens or tokenizer is not None else []
         elif programs is None:
-            lines = write_model(trained, new, dtype, base, words or trained.folder, shard_size)
+            lines = write_model(trained, new, dtype, base, shard_size)
         else:
-            (model_folder := new / "hf").mkdir()
-            lines = write_model(trained, model_folder, dtype, base, words or trained.folder, shard_size)
+            (model_folder := new / folder.name).mkdir()  # which llama.cpp takes as the model's name
+            lines = write_model(trained, model_folder, dtype, base, shard_size)
             lines += write_gguf(programs, model_folder, new, dtype, quantize)
             shutil.rmtree(model_folder)
     return [f"{format}: {folder}, {format_bytes(sum(file.stat().st_size for file in folder.iterdir()))}", *lines]
@@ -108,9 +109,7 @@ def export_pretrained(
 # --- the merged model ---
 
 
-def write_model(
-    trained: TrainedModel, folder: Path, dtype: str | None, base: str, tokenizer: Path | None, shard_size: str
-) -> list[str]:
+def write_model(trained: TrainedModel, folder: Path, dtype: str | None, base: str, shard_size: str) -> list[str]:
     """Write the model with its adapter merged, and everything that generation needs; return lines about it."""
     model, lines = trained.model, list(trained.notes)
     before = logits(model)
@@ -126,7 +125,7 @@ def write_model(
     _require_space(folder, sum(p.nbytes for p in model.parameters()))
     with _quiet():
         _save(model, folder, shard_size)
-    lines += write_tokenizer(tokenizer, folder)
+    lines += write_tokenizer(trained.words, folder)
     lines += write_generation_files(model, trained.folder, folder)
     with _quiet():
         after = logits(type(model).from_pretrained(folder, dtype="auto", local_files_only=True))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from lightning_solo.atomic_files import read_json
+from lightning_solo.data.tokenizers import add_tokens, chat_template_of, new_tokens_of, tokenizer_of
 from lightning_solo.errors import CapabilityError, CheckpointError, ConflictError, NothingToDoError, listed
 from lightning_solo.export.sources import checkpoint_of, read
 from lightning_solo.export.weights import source_of, widest_weights
@@ -38,10 +39,19 @@ from lightning_solo.nn.adapter_weights import (
     require_modules,
     trained_keys,
 )
+from lightning_solo.nn.embedding_rows import add_rows
 from lightning_solo.nn.quantized import quantized, quantized_weights_of, with_plain_weights
 from lightning_solo.nn.quantized_loading import parameters_without_numbers
 
 INSTEAD = "for any module write lightning-solo export RUN --format weights (in Python solo.export_weights)"
+
+
+class Words(NamedTuple):
+    """The tokenizer of a model: a folder's, with new tokens and another chat template."""
+
+    folder: Path | None
+    new_tokens: Sequence[str] = ()
+    chat_template: str | None = None
 
 
 @dataclass
@@ -56,6 +66,7 @@ class TrainedModel:
         originals: name of a weight that may be rounded in ``model`` -> that of the base's folder.
         dtypes: name of a weight -> its type in the base's folder, where ``model`` has more bits.
         factors: weights of an adapter of PiSSA as they were when training began.
+        words: what its tokenizer is.
         notes: lines for the user.
     """
 
@@ -66,6 +77,7 @@ class TrainedModel:
     originals: Mapping[str, Tensor] = field(default_factory=dict)
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     factors: Mapping[str, Tensor] = field(default_factory=dict)
+    words: Words = field(default_factory=lambda: Words(None))
     notes: list[str] = field(default_factory=list)
 
     def use_originals(self) -> None:
@@ -175,7 +187,10 @@ def _of_module(
     dtypes = {name: dtype for name, p in model.named_parameters() if p.is_floating_point()}
     _assign(model, {plain_key(key): value for key, value in own.items()}, type(module).__name__, widest)
     forms = {plain_key(key).removeprefix(prefix): weight.format for key, weight in formats.items()}
-    trained = TrainedModel(model, None, folder, forms, dtypes=dtypes, notes=_left_out(weights, prefix))
+    data = getattr(getattr(module, "_trainer", None), "datamodule", None)
+    words = _words(folder, getattr(module, "new_tokens", None), vars(data) if data is not None else {})
+    notes = _left_out(weights, prefix)
+    trained = TrainedModel(model, None, folder, forms, dtypes=dtypes, words=words, notes=notes)
     if config is None:
         return trained
     if originals:
@@ -224,7 +239,11 @@ def _of_checkpoint(source: Path, folder: Path | None, widest: torch.dtype | None
     checkpoint = {} if path.is_dir() else read(path, inert=True)
     options = checkpoint.get("hyper_parameters", {})
     folder = folder or _base_of(path, options)
+    words = _words(folder, options.get("new_tokens"), checkpoint.get("datamodule_hyper_parameters", {}))
     model = _loaded(folder, None, widest)
+    if words.new_tokens:
+        with torch.no_grad():
+            add_rows(model, add_tokens(tokenizer_of(folder), words.new_tokens))
     weights = widest_weights(source_of(path))
     record = checkpoint.get(RECORD)
     if record is None:
@@ -235,7 +254,7 @@ def _of_checkpoint(source: Path, folder: Path | None, widest: torch.dtype | None
         _enlarge(model, own)
         dtypes = {name: p.dtype for name, p in model.named_parameters()}
         _assign(model, own, str(path), widest)
-        return TrainedModel(model, folder=folder, dtypes=dtypes, notes=_left_out(weights, prefix))
+        return TrainedModel(model, folder=folder, dtypes=dtypes, words=words, notes=_left_out(weights, prefix))
     config = AdapterConfig.from_record(record["config"])
     modules = {name for name, _ in model.named_modules()}
     prefix = _prefix(modules, _names(config))
@@ -250,7 +269,7 @@ def _of_checkpoint(source: Path, folder: Path | None, widest: torch.dtype | None
     base = _stripped(record["base"], prefix)
     if base is not None and (ours := base_samples(model, config)) is not None:
         refuse_other_base(ours, {**base, "names": ours["names"]})  # the module may have had other parts
-    trained = TrainedModel(model, folder=folder, notes=notes)
+    trained = TrainedModel(model, folder=folder, words=words, notes=notes)
     trained.insert(config, own)
     if base is not None:
         _round(trained, base, options.get("dtype"))
@@ -304,6 +323,14 @@ def _base_of(path: Path, options: Mapping[str, Any]) -> Path:
             f" one, write --base-folder FOLDER, or in Python solo.export_pretrained(module, folder); {INSTEAD}"
         )
     return Path(folder)
+
+
+def _words(folder: Path | None, new_tokens: Any, data: Mapping[str, Any]) -> Words:
+    """Return the tokenizer that training used: its data's, or the base's."""
+    own = data.get("tokenizer")
+    if isinstance(own, str | Path) and Path(own).is_dir():
+        folder = Path(own)
+    return Words(folder, new_tokens_of(new_tokens), chat_template_of(data.get("chat_template")))
 
 
 def _loaded(folder: Path, cls: Any, widest: torch.dtype | None) -> Any:

@@ -109,7 +109,7 @@ def test_merged_folder_answers_as_the_module(family: str, models: Models, tmp_pa
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
 
 
-@pytest.mark.parametrize("method", ["dora", "pissa", "ia3", "rslora"])
+@pytest.mark.parametrize("method", ["dora", "pissa", "ia3", pytest.param("rslora", marks=pytest.mark.long)])
 def test_each_method_is_merged(method: str, models: Models, tmp_path: Path) -> None:
     module = adapted(Tuned(str(models())), method)
     export_pretrained(module, tmp_path / "out")
@@ -227,7 +227,7 @@ def test_peft_loads_the_adapter(family: str, models: Models, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("method", ["dora", "pissa", "ia3", "rslora"])
-@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("GPT2", marks=pytest.mark.long)])
 def test_peft_loads_each_method(method: str, kind: str, make_trainer: Make, models: Models, tmp_path: Path) -> None:
     module, file = fitted(make_trainer, models(kind), Adapters(r=4, method=method))
     export_pretrained(file, tmp_path / "out", "adapter")
