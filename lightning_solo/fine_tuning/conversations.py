@@ -283,6 +283,29 @@ class Conversations:
         return rendered[0][0], rendered[1][0] if tags else []
 
 
+def plain_text(tokenizer: Any, prompt: str, text: Any) -> Encoded:
+    """Return the tokens of a text and an end token, trained from the first one that isn't the prompt's on.
+
+    Raises:
+        RowError: there is no text.
+        PresetError: the tokenizer has no end token.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise RowError("no text", f"its text is {text!r}; write text")
+    if tokenizer.eos_token_id is None:
+        raise PresetError(
+            "data.tokenizer: it has no eos_token, so no end would be learnt; set it in its folder's files"
+        )
+    bare, ids = (list(tokenizer(each, add_special_tokens=False)["input_ids"]) for each in (prompt, prompt + text))
+    begin = next((n for n, (a, b) in enumerate(zip(bare, ids, strict=False)) if a != b), min(len(bare), len(ids)))
+    bos = tokenizer.bos_token_id
+    if bos is not None and ids[0] != bos and tokenizer("a")["input_ids"][0] == bos:
+        ids, begin = [bos, *ids], begin + 1
+    if ids[-1] != tokenizer.eos_token_id:
+        ids.append(tokenizer.eos_token_id)
+    return Encoded(ids, [n >= begin for n in range(len(ids))], [len(ids) - 1])
+
+
 def checked_messages(messages: Any, roles: frozenset[str], control: re.Pattern[str]) -> list[dict[str, Any]]:
     """Return messages as templates take them: text in ``content``, and arguments of tools as mappings.
 

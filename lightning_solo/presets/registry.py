@@ -16,6 +16,7 @@ NAMES: dict[str, dict[str, str]] = {
     "data": {
         "stdlib_text": "lightning_solo.reference.stdlib_text:StdlibText",
         "chat": "lightning_solo.fine_tuning.chat:ChatData",
+        "text": "lightning_solo.fine_tuning.text:TextData",
     },
     "optimizer": {"adamw": "torch.optim.adamw:AdamW", "sgd": "torch.optim.sgd:SGD"},
 }

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.errors import CheckpointError, PresetError
-from lightning_solo.fine_tuning.chat import ChatData, share_of
+from lightning_solo.fine_tuning.chat import ChatData
 from lightning_solo.fine_tuning.conversations import Conversations
+from lightning_solo.fine_tuning.mapped_rows import share_of
 from lightning_solo.tables import markdown
 from lightning_solo.techniques.length_bucketing.technique import LengthBucketing
 from lightning_solo.techniques.packing.technique import Packing
