@@ -194,8 +194,8 @@ def test_a_hydra_applications_node_is_checked_too() -> None:
 def test_every_preset_fits_on_a_gpu(preset: str, home: ModuleType, tmp_path: Path) -> None:
     module = classification(home)
     before = [parameter.clone() for parameter in module.parameters()]
-    overrides = ["callback.regional_compilation.backend=aot_eager"] if preset == "compile" else []  # needs no Triton
-    kwargs = {"accelerator": "cuda", **solo.trainer_kwargs(preset, overrides, lightning=home.__name__)}
+    overrides = {**OVERRIDES, "compile": ["callback.regional_compilation.backend=aot_eager"]}  # needs no Triton
+    kwargs = {"accelerator": "cuda", **solo.trainer_kwargs(preset, overrides.get(preset, ()), lightning=home.__name__)}
     trainer = home.Trainer(**kwargs, **QUIET, max_epochs=2, default_root_dir=str(tmp_path))
     trainer.fit(module, documents() if preset in PRESETS_OF_DOCUMENTS else loader(), loader(2))
     trainer.validate(module, loader(2))

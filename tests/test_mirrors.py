@@ -75,7 +75,6 @@ ELSEWHERE = {
     "techniques/test_curriculum.py": "data/curriculum_batches",
     "techniques/test_exact_resume.py": "data/changing_attributes data/item_states data/replay data/replayed_loaders"
     " data/worker_states",
-    "techniques/test_frozen_streaming.py": "nn/streaming",
     "techniques/test_fused_kernels.py": "nn/fused_kernels",
     "techniques/test_item_cache.py": "data/item_cache",
     "techniques/test_layer_drop.py": "nn/layer_drop",

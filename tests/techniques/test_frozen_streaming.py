@@ -145,7 +145,6 @@ QUICK = {("alone", "32-true"), ("recomputed", "bf16-mixed"), ("int8", "bf16-mixe
 
 
 @pytest.mark.any_device
-@pytest.mark.every_change
 @pytest.mark.filterwarnings("ignore:activation offloading. mode=all moves")
 @pytest.mark.filterwarnings("ignore:activation checkpointing. budget")
 @pytest.mark.parametrize(
@@ -166,6 +165,7 @@ def test_losses_and_gradients_are_those_of_resident_weights(make_trainer: Make, 
 
 
 @pytest.mark.any_device
+@pytest.mark.every_change
 @pytest.mark.parametrize("window", [2, long(3)])
 def test_bytes_and_copies(make_trainer: Make, window: int) -> None:
     technique = FrozenStreaming(window=window)
