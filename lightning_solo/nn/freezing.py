@@ -78,6 +78,16 @@ def matching(names: Iterable[str], patterns: Sequence[str], option: str) -> set[
     return matches
 
 
+def frozen_parts(module: nn.Module) -> list[str]:
+    """Return the qualified names of the parts of which no parameter is trained, outermost only."""
+    frozen: list[str] = []
+    for name, part in module.named_modules():
+        flags = [p.requires_grad for p in part.parameters()]
+        if flags and not any(flags) and not (frozen and name.startswith(f"{frozen[-1]}.")):
+            frozen.append(name)
+    return frozen
+
+
 def _parents(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]

@@ -194,14 +194,21 @@ def dequantized(
 class _Product(torch.autograd.Function):
     """A linear layer's product; backward dequantizes again instead of keeping the dequantized weight.
 
+    The weight of transformers' ``Conv1D`` is transposed: (in, out).
+
     The buffers are saved tensors: saved-tensor hooks see them, and a change in place before backward is an error.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, shape: torch.Size, *stored: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, shape: torch.Size, is_transposed: bool, *stored: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*stored)
-        ctx.shape = shape
-        return F.linear(x, dequantized(shape, x.dtype, *stored), bias)
+        ctx.shape, ctx.is_transposed = shape, is_transposed
+        weight = dequantized(shape, x.dtype, *stored)
+        if is_transposed and bias is not None:  # as the layer itself computes it
+            return torch.addmm(bias, x.reshape(-1, shape[0]), weight).view(*x.shape[:-1], shape[1])
+        return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -210,8 +217,9 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         if ctx.needs_input_grad[0]:
-            of_input = gradient @ dequantized(ctx.shape, gradient.dtype, *stored)
-        return of_input, of_bias, None, *[None] * len(stored)
+            weight = dequantized(ctx.shape, gradient.dtype, *stored)
+            of_input = gradient @ (weight.T if ctx.is_transposed else weight)
+        return of_input, of_bias, None, None, *[None] * len(stored)
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
@@ -267,12 +275,23 @@ class QuantizedLinear(_Quantized, nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = cast("QuantizedWeight", self.quantized_weights["weight"])
-        dtype = _product_dtype(input)
-        bias = None if self.bias is None else self.bias.to(dtype)
-        with torch.autocast(input.device.type, enabled=False):
-            output: Tensor = _Product.apply(input.to(dtype), bias, weight.shape, *weight.tensors())  # type: ignore[no-untyped-call]
-        return output
+        return _product(self, input, is_transposed=False)
+
+
+class QuantizedConv1D(_Quantized):
+    """transformers' linear layer with a transposed weight, in 4 or 8 bits; see `QuantizedLinear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _product(self, input, is_transposed=True)
+
+
+def _product(layer: Any, input: Tensor, is_transposed: bool) -> Tensor:
+    weight, dtype = layer.quantized_weights["weight"], _product_dtype(input)
+    bias = None if layer.bias is None else layer.bias.to(dtype)
+    with torch.autocast(input.device.type, enabled=False):
+        arguments = input.to(dtype), bias, weight.shape, is_transposed, *weight.tensors()
+        output: Tensor = _Product.apply(*arguments)  # type: ignore[no-untyped-call]
+    return output
 
 
 class QuantizedEmbedding(_Quantized, nn.Embedding):
@@ -307,7 +326,7 @@ _CLASSES: dict[type, type] = {}
 def _class_of(cls: type) -> type:
     """Return the class of a quantized module from its own class, the same each time."""
     if cls not in _CLASSES:
-        kind: type = _QuantizedParameters
+        kind: type = QuantizedConv1D if cls.__name__ == "Conv1D" else _QuantizedParameters
         for plain, other in ((nn.Linear, QuantizedLinear), (nn.Embedding, QuantizedEmbedding)):
             if issubclass(cls, plain):
                 kind = other

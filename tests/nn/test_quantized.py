@@ -221,6 +221,28 @@ def test_parameters_of_any_module(format: str) -> None:
     assert [name for name, _ in mine.named_parameters()] == ["up", "scale"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transposed_layer_of_transformers_is_exact_and_keeps_no_dequantized_weight(dtype: torch.dtype) -> None:
+    pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
+    torch.manual_seed(0)
+    plain = pytorch_utils.Conv1D(96, 64).requires_grad_(False).to(dtype)
+    plain.bias.data.normal_()
+    plain.bias.requires_grad_(True)
+    mine = copy.deepcopy(plain)
+    quantize(mine, {"weight": quantized(mine.weight)})
+    plain.weight.data = mine.weight
+    x = torch.randn(2, 5, 64, dtype=dtype, requires_grad=True)
+    for layer in (plain, mine):
+        layer.output = layer(x)
+        layer.gradients = torch.autograd.grad(layer.output.square().sum(), [x, layer.bias])
+    assert torch.equal(plain.output, mine.output)
+    assert all(torch.equal(one, other) for one, other in zip(plain.gradients, mine.gradients, strict=True))
+    # of the layer only its buffers, which it holds anyway; the plain one keeps its weight in the same way
+    assert (
+        saved_for_backward(lambda *_: mine(x).sum(), mine)[1] == saved_for_backward(lambda *_: plain(x).sum(), plain)[1]
+    )
+
+
 def test_embedding_in_8_bits() -> None:
     torch.manual_seed(0)
     plain = nn.Embedding(50, 32).requires_grad_(False)

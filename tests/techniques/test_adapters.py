@@ -256,6 +256,7 @@ def test_gradients_and_states_are_those_of_the_adapters_in_fp32(precision: str, 
     assert {p.dtype for p in factors.values()} == {torch.float32}
 
 
+@pytest.mark.long  # the first plan of a process takes seconds
 def test_planned_bytes_in_bf16_are_those_of_a_real_fit(make_trainer: Make) -> None:
     held = Held()
     (batch,) = loader(1, width=WIDTH)

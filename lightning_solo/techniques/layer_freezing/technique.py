@@ -9,9 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
-from lightning_solo.errors import NothingToDoError, PresetError
+from lightning_solo.errors import NothingToDoError, PresetError, listed
 from lightning_solo.nn.blocks import counted, named_blocks
-from lightning_solo.nn.freezing import Depths, matching, split_groups
+from lightning_solo.nn.freezing import Depths, frozen_parts, matching, split_groups
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.layer_freezing.card import CARD, Settings
@@ -79,7 +79,8 @@ class LayerFreezing(Technique, Settings):
             raise PresetError(f"{OPTION} freezes all parameters; write more trained_blocks, or fewer names in frozen")
         count, every = sum(p.numel() for p in trained), sum(p.numel() for p in module.parameters())
         at_last = " after the last milestone" if self.milestones else ""
-        ctx.info(f"layer_freezing: {count:,} of {every:,} parameters are trained{at_last}")
+        frozen = listed(frozen_parts(module), 6) or "single parameters"
+        ctx.info(f"layer_freezing: {count:,} of {every:,} parameters are trained{at_last}; frozen are {frozen}")
 
     def optimizers(self, ctx: Run, optimizers: list[Optimizer], schedulers: Sequence[Any]) -> list[Optimizer]:
         """Give each depth its learning rate."""
