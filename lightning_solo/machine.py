@@ -20,7 +20,10 @@ from pathlib import Path
 
 VERSIONS = "versions.json"
 """File of a run: the `versions` at its start."""
-PACKAGES = ("lightning-solo", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "deepspeed")
+PACKAGES = (
+    *("lightning-solo", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "deepspeed"),
+    *("transformers", "peft"),
+)
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """File systems whose files take the host's memory."""
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
+from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.data.tokenizers import add_tokens, new_tokens_of, tokenizer_of
 from lightning_solo.errors import PresetError
 from lightning_solo.fine_tuning.loading import config_of, load, without_numbers
@@ -25,8 +26,6 @@ from lightning_solo.nn.embedding_rows import add_rows, names_of_tables
 from lightning_solo.nn.quantized import FORMATS, QuantizedWeight, quantized_weights_of
 from lightning_solo.optim.schedules import warmup_cosine
 
-IGNORED = -100
-"""Label of tokens that aren't trained."""
 QUANTIZED = "quantized_weights"
 """Key of a checkpoint with name -> (format, type) of the weights that were in 4 or 8 bits in training."""
 

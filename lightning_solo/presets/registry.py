@@ -11,12 +11,14 @@ from lightning_solo.errors import PresetError, unknown_name
 NAMES: dict[str, dict[str, str]] = {
     "model": {
         "byte_gpt": "lightning_solo.reference.byte_gpt:ByteGPT",
+        "hf_auto": "lightning_solo.fine_tuning.auto_model:HFAuto",
         "hf_causal_lm": "lightning_solo.fine_tuning.causal_lm:HFCausalLM",
     },
     "data": {
         "stdlib_text": "lightning_solo.reference.stdlib_text:StdlibText",
         "chat": "lightning_solo.fine_tuning.chat:ChatData",
         "text": "lightning_solo.fine_tuning.text:TextData",
+        "labelled": "lightning_solo.fine_tuning.labelled:LabelledRows",
     },
     "optimizer": {"adamw": "torch.optim.adamw:AdamW", "sgd": "torch.optim.sgd:SGD"},
 }
