@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_solo.attributes import replaced
 from lightning_solo.checkpoint.folders import whole_folder
 from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, PresetError, SoloError, nearest
 from lightning_solo.export.adapter_folder import write_adapter
@@ -18,7 +19,7 @@ from lightning_solo.export.formats import BASES, DTYPES
 from lightning_solo.export.generation_files import write_generation_files, write_tokenizer
 from lightning_solo.export.gguf import find_llama_cpp, write_gguf
 from lightning_solo.export.sources import checkpoint_of
-from lightning_solo.export.trained_models import TrainedModel, Words, trained_model
+from lightning_solo.export.trained_models import TrainedModel, Words, quiet, trained_model
 from lightning_solo.export.weights import TYPES
 from lightning_solo.nn.adapter_merging import merge, merge_summary
 from lightning_solo.units import format_bytes
@@ -123,21 +124,20 @@ def write_model(trained: TrainedModel, folder: Path, dtype: str | None, base: st
         if p.is_floating_point():
             p.data = p.data.to(trained.dtypes.get(name, p.dtype) if dtype is None else TYPES[dtype])
     _require_space(folder, sum(p.nbytes for p in model.parameters()))
-    with _quiet():
+    with quiet():
         _save(model, folder, shard_size)
     lines += write_tokenizer(trained.words, folder)
     lines += write_generation_files(model, trained.folder, folder)
-    with _quiet():
+    with quiet():
         after = logits(type(model).from_pretrained(folder, dtype="auto", local_files_only=True))
     return [*lines, difference(before, after, trained, base)]
 
 
 def _save(model: Any, folder: Path, shard_size: str) -> None:
-    generation, model.generation_config = model.generation_config, type(model.generation_config)()
-    try:
+    with ExitStack() as stack:
+        if model.can_generate():  # written later, since transformers refuses some of those that it reads
+            stack.enter_context(replaced(model, "generation_config", type(model.generation_config)()))
         model.save_pretrained(folder, max_shard_size=shard_size)
-    finally:
-        model.generation_config = generation
 
 
 @torch.no_grad()
@@ -231,21 +231,3 @@ def _require_space(folder: Path, needed: int) -> None:
             needed,
             free,
         )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence progress bars and reports of transformers."""
-    from transformers.utils import logging as reports
-
-    logging: Any = reports
-    verbosity = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

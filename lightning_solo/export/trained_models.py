@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +45,14 @@ from lightning_solo.nn.embedding_rows import add_rows
 from lightning_solo.nn.quantized import quantized, quantized_weights_of, with_plain_weights
 from lightning_solo.nn.quantized_loading import parameters_without_numbers
 
+ARCHITECTURE = "architecture"
+"""Key of a checkpoint with class and configuration of the model, where those aren't the folder's."""
 INSTEAD = "for any module write lightning-solo export RUN --format weights (in Python solo.export_weights)"
+
+
+def architecture_of(model: Any) -> dict[str, Any]:
+    """Return class and configuration of a model of transformers, as plain data."""
+    return {"class": type(model).__name__, "config": json.loads(model.config.to_json_string(use_diff=False))}
 
 
 class Words(NamedTuple):
@@ -182,7 +191,8 @@ def _of_module(
     kernel = "sdpa" if live._supports_sdpa else "eager"  # others need a GPU
     with parameters_without_numbers():
         model = type(live)._from_config(copy.deepcopy(live.config), dtype=live.dtype, attn_implementation=kernel)
-    model.generation_config = copy.deepcopy(getattr(live, "generation_config", None))
+    if live.can_generate():
+        model.generation_config = copy.deepcopy(live.generation_config)
     dtype = getattr(torch, str(saved.get("dtype") or saved.get("torch_dtype")), live.dtype)
     dtypes = {name: dtype for name, p in model.named_parameters() if p.is_floating_point()}
     _assign(model, {plain_key(key): value for key, value in own.items()}, type(module).__name__, widest)
@@ -240,11 +250,11 @@ def _of_checkpoint(source: Path, folder: Path | None, widest: torch.dtype | None
     options = checkpoint.get("hyper_parameters", {})
     folder = folder or _base_of(path, options)
     words = _words(folder, options.get("new_tokens"), checkpoint.get("datamodule_hyper_parameters", {}))
-    model = _loaded(folder, None, widest)
+    weights = widest_weights(source_of(path))
+    model = _loaded(folder, None, widest, checkpoint.get(ARCHITECTURE), weights)
     if words.new_tokens:
         with torch.no_grad():
             add_rows(model, add_tokens(tokenizer_of(folder), words.new_tokens))
-    weights = widest_weights(source_of(path))
     record = checkpoint.get(RECORD)
     if record is None:
         prefix = _prefix(model.state_dict().keys(), weights)
@@ -333,8 +343,21 @@ def _words(folder: Path | None, new_tokens: Any, data: Mapping[str, Any]) -> Wor
     return Words(folder, new_tokens_of(new_tokens), chat_template_of(data.get("chat_template")))
 
 
-def _loaded(folder: Path, cls: Any, widest: torch.dtype | None) -> Any:
+def _loaded(
+    folder: Path,
+    cls: Any,
+    widest: torch.dtype | None,
+    architecture: Mapping[str, Any] | None = None,
+    others: Collection[str] = (),
+) -> Any:
     """Return the model of a folder, whose weights stay mapped from its files unless they are widened.
+
+    Args:
+        folder: of the base.
+        cls: its class; None for that of ``architecture`` or of the folder.
+        widest: type of the weights; None for those in the files.
+        architecture: as `architecture_of` returned it in training.
+        others: names of weights that the folder needn't have, or may have of another shape.
 
     Raises:
         CheckpointError: there is no such folder, a tensor is missing, or its weights are in 4 or 8 bits.
@@ -353,16 +376,29 @@ def _loaded(folder: Path, cls: Any, widest: torch.dtype | None) -> Any:
                 f"{folder}: its weights are in 4 or 8 bits already; write the folder of the 16-bit model"
             )
         name = (config.architectures or [""])[0]
+        if architecture is not None and cls is None:
+            name = architecture["class"]
+            saved = type(config).from_dict(dict(architecture["config"]))
+            if (rows := getattr(config.get_text_config(), "vocab_size", None)) is not None:
+                saved.get_text_config().vocab_size = rows  # those for new tokens are added later
+            config = saved
         cls = cls or getattr(transformers, name, transformers.AutoModelForCausalLM)
-        model, report = cls.from_pretrained(
-            folder, dtype=widest or "auto", local_files_only=True, output_loading_info=True
-        )
+        with quiet():
+            model, report = cls.from_pretrained(
+                folder,
+                config=config,
+                dtype=widest or "auto",
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{folder} can't be loaded: {str(error).strip().partition(chr(10))[0]}") from error
-    if missing := sorted(report["missing_keys"]):
-        raise CheckpointError(f"{folder} lacks {listed(missing)}; download the base again")
+    missing = {*report["missing_keys"], *(each[0] for each in report["mismatched_keys"])}
+    if missing := {key for key in missing if not any(f".{name}".endswith(f".{key}") for name in others)}:
+        raise CheckpointError(f"{folder} lacks {listed(sorted(missing))}, or has it in another shape")
     return model
 
 
@@ -460,3 +496,21 @@ def _assign(model: Any, weights: Mapping[str, Tensor], source: str, widest: torc
             if buffer is not None and stored is not None and key not in part._non_persistent_buffers_set:
                 part._buffers[key] = stored.to(buffer.dtype)
     del parameters
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence progress bars and reports of transformers."""
+    from transformers.utils import logging as reports
+
+    logging: Any = reports
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

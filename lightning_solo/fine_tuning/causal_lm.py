@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric
 from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.data.tokenizers import add_tokens, new_tokens_of, tokenizer_of
 from lightning_solo.errors import PresetError
+from lightning_solo.export.trained_models import ARCHITECTURE, architecture_of
 from lightning_solo.fine_tuning.loading import config_of, load, without_numbers
 from lightning_solo.fine_tuning.samples import Samples
 from lightning_solo.nn.adaptation import plain_key
@@ -127,7 +128,8 @@ class FromFolder(L.LightningModule):
         return self
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Record the weights in 4 or 8 bits, since a model built from the checkpoint rounds them as well."""
+        """Record class and configuration, and the weights in 4 or 8 bits, which a model built from the file rounds."""
+        checkpoint[ARCHITECTURE] = architecture_of(self.model)
         checkpoint[QUANTIZED] = {
             plain_key(name): (weight.format, str(weight.dtype).removeprefix("torch."))
             for name, weight in quantized_weights_of(self).items()

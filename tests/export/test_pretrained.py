@@ -27,6 +27,7 @@ from lightning_solo.errors import (
     PresetError,
 )
 from lightning_solo.export.pretrained import export_pretrained
+from lightning_solo.export.trained_models import ARCHITECTURE, architecture_of
 from lightning_solo.nn import adaptation
 from lightning_solo.nn.adaptation import adapter_parameters
 from lightning_solo.techniques.adapters.technique import Adapters
@@ -256,6 +257,52 @@ def test_adapter_file_is_as_large_as_its_weights(make_trainer: Make, models: Mod
     assert any("int8" in line for line in lines)
     with pytest.raises(NothingToDoError, match=mentions("--format hf")):
         export_pretrained(Tuned(str(base)), tmp_path / "none", "adapter")
+
+
+# --- other heads ---
+
+
+class Classified(L.LightningModule):
+    """A classifier on a folder that has another head, as `model=hf_auto` trains one."""
+
+    def __init__(self, path: str) -> None:
+        from transformers import AutoModelForSequenceClassification
+
+        super().__init__()
+        self.save_hyperparameters()
+        self.path = path
+        self.net = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3).train()
+        self.net.config.id2label = {0: "bad", 1: "good", 2: "fair"}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint[ARCHITECTURE] = architecture_of(self.net)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(input_ids=batch, labels=batch[:, 0] % 3).loss
+        return loss
+
+    train_dataloader = Tuned.train_dataloader
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+
+@pytest.mark.parametrize("adapters", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_classifier_is_exported_with_its_head_and_labels(adapters: bool, make_trainer: Make, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    small_model("Bert", "ForMaskedLM", vocab_size=128).save_pretrained(tmp_path / "base")
+    callbacks = [Adapters(r=4, modules_to_save=["classifier", "pooler"])] if adapters else []
+    trainer = make_trainer(L, callbacks=callbacks, max_steps=2)
+    trainer.fit(module := Classified(str(tmp_path / "base")))
+    randomised(module)
+    trainer.save_checkpoint(tmp_path / "trained.ckpt")
+    for source in (tmp_path / "trained.ckpt", module):
+        export_pretrained(source, tmp_path / "out", overwrite=True)
+        out = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+        assert far(answers(out), answers(module.net)) <= 1e-5
+        assert out.config.id2label == module.net.config.id2label
+        assert not (tmp_path / "out" / "Modelfile").exists()
 
 
 # --- ends of generation ---
