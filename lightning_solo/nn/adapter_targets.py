@@ -16,6 +16,7 @@ from lightning_solo.nn.quantized import weights_in
 
 OPTION = "callback.adapters"
 ALL_LINEAR = "all-linear"
+FROZEN = "frozen, beside trained ones"
 LINEAR = ("Linear", "Conv1D")
 """Kinds of layers that `ALL_LINEAR` selects; Conv1D is transformers' linear layer with a transposed weight."""
 KINDS = {
@@ -94,7 +95,7 @@ def targets_of(module: nn.Module, targets: str | Sequence[str], method: str) -> 
     if len(frozen) == len(chosen):
         frozen = set()  # these layers are meant, and were frozen by hand
     order = [name for name in modules if name in chosen and name not in frozen]
-    left_out |= {name: "frozen, beside trained ones" for name in modules if name in frozen}
+    left_out |= {name: FROZEN for name in modules if name in frozen}
     return Targets({name: chosen[name] for name in order}, left_out)
 
 
@@ -111,14 +112,15 @@ def _all_linear(module: nn.Module, modules: dict[str, nn.Module], method: str) -
         reason = heads.get(id(part)) or _unfit(name, modules, weights)
         if name in owner or (_kind(part) == "MultiheadAttention" and not with_attention):
             reason = f"of an attention module of torch, which method={method} can't adapt"
-        elif isinstance(part, nn.MultiheadAttention) and not part._qkv_same_embed_dim:
-            reason = "an attention module with keys or values of another width"
         elif _is_frozen(part) and not is_all_frozen:
-            reason = "frozen"
+            reason = FROZEN
         if reason is None:
             found.layers[name] = part
         else:
             found.left_out[name] = reason
+    if not found.layers:  # then what was frozen by hand is meant
+        found.layers = {name: modules[name] for name, reason in found.left_out.items() if reason == FROZEN}
+        found.left_out = {name: reason for name, reason in found.left_out.items() if reason != FROZEN}
     if not found.layers:
         raise NothingToDoError(_all_left_out(ALL_LINEAR, module, found.left_out, method))
     return found
@@ -244,6 +246,8 @@ def _unfit(name: str, modules: dict[str, nn.Module], weights: dict[int, list[str
     mixer = type(modules.get(above, part)).__name__
     if "Mamba" in mixer and own in ("out_proj", "conv1d"):
         return f"whose weight the fused kernel of {mixer} reads without calling it"
+    if isinstance(part, nn.MultiheadAttention) and not part._qkv_same_embed_dim:
+        return "whose keys or values have another width"
     weight = part._parameters.get("in_proj_weight" if isinstance(part, nn.MultiheadAttention) else "weight")
     if (weight is None and not weights_in(part)) or is_parametrized(part):
         return "whose weight is computed from others"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_solo.errors import ConflictError, NothingToDoError, listed
+from lightning_solo.nn.adapted import plain_modules
 from lightning_solo.nn.blocks import after_blocks
 from lightning_solo.nn.deferred_logits import output_heads
 from lightning_solo.nn.quantized import FLOATS
@@ -23,7 +24,7 @@ class Choice:
     """The weights to quantize.
 
     Attributes:
-        modules: qualified name -> (module, names of its parameters).
+        modules: qualified name without adapters -> (module, names of its parameters).
         left_out: qualified name of a frozen matrix that is left as it is -> the reason.
         left_bytes: bytes of those.
     """
@@ -63,7 +64,7 @@ def chosen_weights(
     choice, trained = Choice(), dict[str, int]()
     apart = _kept_parameters(module)
     matched: set[str] = set()
-    for name, part in module.named_modules():
+    for name, part in plain_modules(module):
         for parameter_name, p in part._parameters.items():
             if p is None or p.ndim < 2:
                 continue
@@ -87,7 +88,7 @@ def chosen_weights(
                 choice.left_out[full] = reason or "no pattern matches it"
                 choice.left_bytes += p.nbytes
     if missed := [each for each in patterns or () if each not in matched]:
-        names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+        names = [name for name, part in plain_modules(module) if isinstance(part, nn.Linear)]
         raise NothingToDoError(
             f"{OPTION}.layers={missed[0]!r} matches no weight that can be quantized; there are"
             f" {listed(names, 8) or 'no linear layers'}"
@@ -128,7 +129,7 @@ def _kept_parameters(module: nn.Module) -> dict[int, str]:
         heads = list(output_heads(module).values())
     linear: set[int] = set()
     tables: set[int] = set()
-    for part in module.modules():
+    for _, part in plain_modules(module):
         own = {id(p) for p in part._parameters.values() if p is not None}
         (tables if isinstance(part, nn.Embedding) else linear).update(own)
     for head in heads:

@@ -109,6 +109,9 @@ def test_all_linear_finds_heads_without_a_method_that_names_them() -> None:
 def test_all_linear_of_a_module_that_was_frozen_by_hand() -> None:
     module = Stack(2, WIDTH).requires_grad_(False)
     assert len(targets_of(module, "all-linear", "lora").layers) == 4
+    module.head.requires_grad_(True)
+    targets = targets_of(module, "all-linear", "lora")
+    assert (len(targets.layers), list(targets.left_out)) == (4, ["head"])
 
 
 def test_patterns_select_by_class_name_and_end_of_name() -> None:

@@ -549,8 +549,9 @@ def test_module_trained_whole_in_4_bits_is_refused(make_trainer: Make) -> None:
     assert torch.equal(module.net(x), adapted)
 
 
-def test_adapters_over_a_base_in_4_bits(make_trainer: Make) -> None:
-    module, technique = module_of(), QuantizedBase()
+@pytest.mark.parametrize("layers", ["frozen", ["net.blocks.0.*", "net.blocks.1.up.weight"]])
+def test_adapters_over_a_base_in_4_bits(layers: Any, make_trainer: Make) -> None:
+    module, technique = module_of(), QuantizedBase(layers=layers)
     counted: list[int] = []
 
     class Count(L.Callback):
@@ -558,5 +559,10 @@ def test_adapters_over_a_base_in_4_bits(make_trainer: Make) -> None:
             counted.append(len(technique.weights))
 
     fit(make_trainer, Adapters(r=4), technique, Count(), module=module)
-    assert set(counted) == {4}
+    assert set(counted) == {4 if layers == "frozen" else 3}
     assert all(p.abs().max() > 0 for name, p in adaptation.adapter_parameters(module).items() if "lora_B" in name)
+
+
+def test_two_of_them_in_one_run_are_refused(make_trainer: Make) -> None:
+    with pytest.raises(ConflictError, match=mentions("two Adapters", "drop one")):
+        fit(make_trainer, Adapters(r=4), Adapters(r=2, adapter_name="second"))
