@@ -46,6 +46,9 @@ class BlockRing:
         host_bytes: bytes of all blocks on the host.
         buffers, device_bytes: the buffers on the device, none after `close`, and their bytes.
 
+    Raises:
+        BudgetError: the host has no room for the next block; tensors of earlier ones are copies already.
+
     >>> weights = [torch.full((2,), float(n)) for n in range(4)]
     >>> ring = BlockRing([[weight] for weight in weights], torch.device("cpu"), window=2)
     >>> for number in (0, 1, 2, 3, 2, 1, 0):
@@ -63,6 +66,8 @@ class BlockRing:
         self._sources = [list(tensors) for tensors in blocks]
         self._stored: list[Tensor] = []
         for tensors in self._sources:  # one after the other, so that one block at most is in memory twice
+            sizes = [(tensor.numel(), tensor.dtype) for tensor in tensors]
+            host_slabs.require_host_room("a block's weights", sizes, "store them in fewer bits")
             stored, copies = host_slabs.host_copy(tensors, device)
             self._stored.append(stored)
             for tensor, copy in zip(tensors, copies, strict=True):

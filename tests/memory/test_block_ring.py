@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import BudgetError, ConflictError
+from lightning_solo.memory import host_slabs
 from lightning_solo.memory.block_ring import BlockRing
 from tests.messages import mentions
 
@@ -86,6 +87,15 @@ def test_a_block_in_use_keeps_its_buffer(device: torch.device) -> None:
             pass
         assert torch.equal(tensors[0].cpu(), copies[1][0])
     use(ring, copies, [3, 0, 1])
+
+
+def test_a_host_without_room_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = iter([10**6, 10**6, 100])
+    monkeypatch.setattr(host_slabs, "host_room", lambda: next(rooms))
+    blocks = [tensors_of(block) for block in range(4)]
+    with pytest.raises(BudgetError, match=mentions("fewer bits")):
+        BlockRing(blocks, device)
+    assert all(torch.equal(tensor, plain) for tensor, plain in zip(blocks[0], tensors_of(0), strict=True))
 
 
 def test_numbers_that_change_on_the_host_are_copied_again(device: torch.device) -> None:
