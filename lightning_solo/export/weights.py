@@ -124,7 +124,10 @@ def _of_module(module: nn.Module) -> Source:
     if strategy is None:
         return Source(type(module).__name__, with_plain_weights(module.state_dict(), quantized_weights_of(module)))
     weights: dict[str, Any] = strategy.lightning_module_state_dict()  # under zero_offload the master weights
-    weights = with_plain_weights(weights, quantized_weights_of(module))
+    quantized = quantized_weights_of(module)
+    if not weights.keys() <= {*module.state_dict(), *quantized}:  # of adapters, which have been merged since
+        weights = module.state_dict()
+    weights = with_plain_weights(weights, quantized)
     optimizers = strategy.optimizers
     held = {p: each for each in optimizers for p in parameters_of(each) if p.requires_grad}
     trained = {}

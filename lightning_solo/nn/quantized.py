@@ -307,9 +307,8 @@ class _QuantizedParameters(_Quantized):
     """A module of another class: its quantized parameters are dequantized while its forward runs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        dtype = next(
-            (_product_dtype(each) for each in args if isinstance(each, Tensor) and each.is_floating_point()), None
-        )
+        inputs = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point())
+        dtype = next(map(_product_dtype, inputs), None)
         attributes = vars(self)
         for name, weight in self.quantized_weights.items():
             attributes[name] = cast("QuantizedWeight", weight).dequantized(dtype)

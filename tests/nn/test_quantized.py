@@ -209,6 +209,7 @@ def test_parameters_of_any_module(format: str) -> None:
     assert not torch.equal(mine.up, plain.up)
     plain.up.data = mine.up
     x = torch.randn(3, 4, 32, requires_grad=True)
+    assert mine(x=x.bfloat16().detach()).dtype == torch.float32  # as `up` in bf16 times a scale in fp32
     outputs = [each(x) for each in (plain, mine, pickle.loads(pickle.dumps(mine)), copy.deepcopy(mine))]
     gradients = [torch.autograd.grad(output.sum(), x)[0] for output in outputs]
     assert all(torch.equal(output, outputs[0]) for output in outputs)

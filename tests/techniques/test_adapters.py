@@ -484,6 +484,26 @@ def test_merged_at_the_end_on_request(make_trainer: Make, tmp_path: Path) -> Non
     assert list(merged.state_dict()) == list(module_of().state_dict())
     assert torch.allclose(merged.net(x), kept.net(x), atol=1e-4)
     assert torch.load(path, weights_only=True)["state_dict"].keys() == adaptation.adapter_parameters(kept).keys()
+    assert_exported(merged)
+
+
+def assert_exported(module: Any) -> None:
+    """The exported weights of a module are those of a plain one, with its numbers."""
+    exported, expected = export_weights(module), module.state_dict()
+    assert list(exported) == list(expected) == list(module_of().state_dict())
+    assert all(torch.equal(exported[name], weight) for name, weight in expected.items())
+
+
+def test_what_is_merged_by_hand_is_saved_and_exported_whole(make_trainer: Make, tmp_path: Path) -> None:
+    module = fit(make_trainer)
+    merge_adapters(module)
+    assert_exported(module)
+    module.trainer.save_checkpoint(tmp_path / "a.ckpt")
+    checkpoint, other = torch.load(tmp_path / "a.ckpt", weights_only=True), module_of()
+    other.load_state_dict(checkpoint["state_dict"])
+    assert "adapter" not in checkpoint
+    x = torch.randn(3, WIDTH)
+    assert torch.equal(other.net(x), module.net(x))
 
 
 # --- refused ---

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_solo.attributes import replaced
 from lightning_solo.errors import CheckpointError, listed
-from lightning_solo.nn.adaptation import AdapterConfig
+from lightning_solo.nn.adaptation import AdapterConfig, adapter_names
 from lightning_solo.nn.adapter_targets import OPTION
 from lightning_solo.nn.adapter_weights import (
     RECORD,
@@ -43,9 +43,16 @@ class AdapterCheckpoint(Checkpoint):
     def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return the adapter's weights, those of modules that are trained whole, and buffers that have changed."""
         technique = self._technique
-        if technique.config is None:
+        if not self._saves_adapters():
             return weights
         return technique.merged if technique.merged is not None else self.own_weights(weights)
+
+    def _saves_adapters(self) -> bool:
+        """Return whether there is an adapter to save; not after the user has merged it or taken it out."""
+        technique = self._technique
+        if technique.config is None:
+            return False
+        return technique.merged is not None or technique.config.name in adapter_names(self._ctx.module)
 
     def own_weights(self, weights: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is trained, of a state dict of the module with adapters."""
@@ -60,7 +67,7 @@ class AdapterCheckpoint(Checkpoint):
     def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint with the adapter's configuration and what identifies its base."""
         config = self._technique.config
-        if config is None:
+        if config is None or not self._saves_adapters():
             return checkpoint
         return {**checkpoint, RECORD: {"config": config.record(), "base": self._technique.base}}
 

@@ -71,11 +71,18 @@ class QuantizedBase(Technique, Settings):
                     by_tensor[id(p)] = made.to(p.device)  # so that no more than one is there before the module moves
                 weights[parameter_name] = by_tensor[id(p)]
             ctx.undo.callback(quantize(part, weights))
-        already, now = {id(weight) for weight in before.values()}, quantized_weights_of(ctx.module)
+        already, now = {id(weight): weight for weight in before.values()}, quantized_weights_of(ctx.module)
         self._weights.update({name: weight for name, weight in now.items() if id(weight) not in already})
-        self._log(ctx, choice, bytes_before, list(by_tensor.values()), len(already))
+        self._log(ctx, choice, bytes_before, list(by_tensor.values()), list(already.values()))
 
-    def _log(self, ctx: Run, choice: Choice, bytes_before: int, weights: list[QuantizedWeight], already: int) -> None:
+    def _log(
+        self,
+        ctx: Run,
+        choice: Choice,
+        bytes_before: int,
+        weights: list[QuantizedWeight],
+        already: list[QuantizedWeight],
+    ) -> None:
         now, count = sum(weight.nbytes for weight in weights), sum(weight.shape.numel() for weight in weights)
         parts = []
         if count:
@@ -84,10 +91,11 @@ class QuantizedBase(Technique, Settings):
                 f" {format_bytes(now)} instead of {format_bytes(bytes_before)}, {now / count:.3f} bytes per number"
             )
         if already:
-            parts.append(f"{already} weights were quantized before")
+            parts.append(f"{len(already)} weights were quantized before")
         if choice.left_out:
             named = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
-            share = choice.left_bytes / max(1, choice.left_bytes + bytes_before)
+            whole = bytes_before + sum(weight.shape.numel() * weight.dtype.itemsize for weight in already)
+            share = choice.left_bytes / max(1, choice.left_bytes + whole)
             parts.append(f"{share:.0%} of the bytes of frozen weights stay as they are: {named}")
         ctx.info(f"quantized_base: {'; '.join(parts)}")
 
