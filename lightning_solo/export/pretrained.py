@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from lightning_solo.export.gguf import find_llama_cpp, write_gguf
 from lightning_solo.export.sources import checkpoint_of
 from lightning_solo.export.trained_models import TrainedModel, Words, quiet, trained_model
 from lightning_solo.export.weights import TYPES
+from lightning_solo.nn.adaptation import imported
 from lightning_solo.nn.adapter_merging import merge, merge_summary
 from lightning_solo.units import format_bytes
 
@@ -28,6 +30,8 @@ EXPORTED = ("config.json", "adapter_config.json", "model*.gguf")
 """Files of which each exported folder has one: others aren't replaced."""
 ROWS, TOKENS = 4, 16
 """Size of the batch on which logits are compared."""
+NOTICED = 0.05
+"""Relative difference of logits above which peft has put an adapter elsewhere; rounding to bf16 stays below."""
 
 
 def export_pretrained(
@@ -97,6 +101,7 @@ def export_pretrained(
         if format == "adapter":
             lines = write_adapter(trained, new, None if dtype is None else TYPES[dtype])
             lines += write_tokenizer(trained.words, new) if trained.words.new_tokens or tokenizer is not None else []
+            lines += _compared_by_peft(trained, new)
         elif programs is None:
             lines = write_model(trained, new, dtype, base, shard_size)
         else:
@@ -154,6 +159,10 @@ def logits(model: Any) -> Tensor | None:
     return output.float()
 
 
+def _largest(before: Tensor, after: Tensor) -> float:
+    return float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
+
+
 def difference(before: Tensor | None, after: Tensor | None, trained: TrainedModel, base: str) -> str:
     """Return a line about the logits of the trained and of the exported model.
 
@@ -164,7 +173,7 @@ def difference(before: Tensor | None, after: Tensor | None, trained: TrainedMode
         return "logits: not compared, since the model takes more than tokens"
     if bool(before.isfinite().all()) and not bool(after.isfinite().all()):
         raise CheckpointError("the exported weights overflow in 16 bits; write --dtype bf16 or --dtype fp32")
-    largest = float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
+    largest = _largest(before, after)
     same = float((after.argmax(-1) == before.argmax(-1)).float().mean())
     line = (
         f"logits of {before.shape[0]} rows: largest difference {largest:.1e} of the largest logit of the trained model;"
@@ -175,6 +184,30 @@ def difference(before: Tensor | None, after: Tensor | None, trained: TrainedMode
         how = f"it was trained on weights in {kinds}; the adapter is added to the {base} ones"
         line += f" ({how}{'; base=dequantized answers as in training' if base == 'original' else ''})"
     return line
+
+
+def _compared_by_peft(trained: TrainedModel, folder: Path) -> list[str]:
+    """Return a line about the logits of the base with the adapter, here and as peft loads it."""
+    if trained.folder is None or trained.words.new_tokens:  # the base is unknown, or lacks rows
+        return []
+    trained.use_originals()
+    before = logits(trained.model)
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's, about its own calls of transformers
+        base = type(trained.model).from_pretrained(trained.folder, dtype="auto", local_files_only=True)
+        try:
+            loaded = imported("peft").PeftModel.from_pretrained(base, folder)
+        except (ValueError, RuntimeError, KeyError) as error:
+            return [f"peft can't load this adapter ({str(error).strip().partition(chr(10))[0]}): write --format hf"]
+        after = logits(loaded.get_base_model())
+    if before is None or after is None:
+        return []
+    largest = _largest(before, after)
+    line = (
+        f"logits of the base with the adapter, as peft loads it: largest difference {largest:.1e} of the largest logit"
+    )
+    wrong = largest > NOTICED and (trained.originals or not trained.formats)
+    return [line + ("; this peft loads it otherwise than it was trained: write --format hf" if wrong else "")]
 
 
 # --- folders ---

@@ -162,10 +162,11 @@ def test_full_fine_tuning_is_exported_from_its_checkpoint(
 ) -> None:
     options: Any = {"precision": "bf16-true"} if compact else {}
     module, file = fitted(make_trainer, models(), *([CompactStates()] if compact else []), **options)
-    export_pretrained(file, tmp_path / "out")
-    out = load(tmp_path / "out")
     weights = solo.export_weights(file)
-    assert all(torch.equal(p, weights[f"model.{name}"]) for name, p in out.named_parameters())
+    for source, name in ((file, "file"), (module, "module")):
+        export_pretrained(source, tmp_path / name)
+        out = load(tmp_path / name)
+        assert all(torch.equal(p, weights[f"model.{key}"]) for key, p in out.named_parameters())
     assert not torch.equal(out.lm_head.weight, load(models()).lm_head.weight)
     export_pretrained(module, tmp_path / "half", dtype="fp16")
     assert {p.dtype for p in load(tmp_path / "half").parameters()} == {torch.float16}
@@ -222,7 +223,8 @@ def test_peft_loads_the_adapter(family: str, models: Models, tmp_path: Path) -> 
     base = models(family.split()[-1], **FAMILIES[family])
     module = adapted(Tuned(str(base)), trainable_token_indices=[7, 9])
     trained = answers(module.model)
-    export_pretrained(module, tmp_path / "out", "adapter")
+    lines = export_pretrained(module, tmp_path / "out", "adapter")
+    assert "--format hf" not in lines[-1]
     assert far(answers(with_peft(base, tmp_path / "out")), trained) <= 1e-5
     assert far(answers(load(tmp_path / "out")), trained) <= 1e-5
 
@@ -257,6 +259,29 @@ def test_adapter_file_is_as_large_as_its_weights(make_trainer: Make, models: Mod
     assert any("int8" in line for line in lines)
     with pytest.raises(NothingToDoError, match=mentions("--format hf")):
         export_pretrained(Tuned(str(base)), tmp_path / "none", "adapter")
+
+
+MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The following rank_pattern:RuntimeWarning", "ignore:Found missing adapter keys")
+def test_adapter_that_peft_loads_elsewhere_is_named(models: Models, tmp_path: Path) -> None:
+    # peft 0.21 takes the adapters of dense layers for those of experts, which have the same names
+    experts = {
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    }
+    base = models("DeepseekV3", moe_intermediate_size=16, num_key_value_heads=2, **experts, **MLA)
+    module = adapted(Tuned(str(base)))
+    lines = export_pretrained(module, tmp_path / "out", "adapter")
+    difference = far(answers(with_peft(base, tmp_path / "out")), answers(module.model))
+    assert (difference > 0.05) == ("--format hf" in lines[-1])
+    export_pretrained(module, tmp_path / "hf")
+    assert far(answers(load(tmp_path / "hf")), answers(module.model)) <= 1e-5
 
 
 # --- other heads ---
