@@ -228,6 +228,7 @@ class _Values:
     """
 
     def __init__(self, places: list[_Place]) -> None:
+        self._is_empty = not places
         self._changing = places
         self._values: list[Any] = []  # at these places
         self._groups: dict[Any, tuple[list[Tensor], Any]] = {}  # those of the values that can change in place
@@ -239,6 +240,8 @@ class _Values:
         self._versions: list[int] = []
 
     def save(self) -> None:
+        if self._is_empty:
+            return
         self._saves += 1
         if self._saves == 2:
             self._settle()

@@ -318,6 +318,32 @@ def logged(trainer: Any) -> Callable[..., None]:
     return log
 
 
+BATCH_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
+
+@contextmanager
+def empty_hooks_left_out(callback: Any, base: type) -> Iterator[None]:
+    """Leave out a callback's hooks of each batch that are those of ``base``, which do nothing.
+
+    Lightning calls all that are callable, each through its profiler.
+    """
+    own, cls = vars(callback), type(callback)
+    names = [name for name in BATCH_HOOKS if name not in own and getattr(cls, name) is getattr(base, name)]
+    own.update(dict.fromkeys(names))
+    try:
+        yield
+    finally:
+        for name in names:
+            own.pop(name, None)
+
+
 def logged_sums(trainer: Any) -> Callable[[], None]:
     """Return a function that takes out of the epoch's means and sums what `self.log` gets from now on.
 
@@ -487,7 +513,7 @@ def within_batch(precision: Any) -> Any:
 
     def post_backward(tensor: Any, module: Any) -> Any:
         for callback in module.trainer.callbacks:
-            if type(callback).__module__.startswith("lightning_solo."):
+            if type(callback).__module__.startswith("lightning_solo.") and callable(callback.on_after_backward):
                 callback.on_after_backward(module.trainer, module)
         return tensor.detach()
 

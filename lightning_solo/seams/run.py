@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -275,15 +275,10 @@ class Run:
 
         return self.around("backward", counted)(loss if weight == 1 else loss * weight)
 
-    @contextmanager
-    def locating(self) -> Iterator[None]:
-        """Add step and batch to a GradientError that is raised in this context."""
-        try:
-            yield
-        except GradientError as error:
-            if self.window.latest is not None:
-                error.locate(int(self.trainer.global_step), *self.window.latest)
-            raise
+    def locate(self, error: GradientError) -> None:
+        """Add step and batch to an error."""
+        if self.window.latest is not None:
+            error.locate(int(self.trainer.global_step), *self.window.latest)
 
     def end(self) -> None:
         """Undo the techniques' changes; a second call does nothing."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import ConflictError, GradientError
 from lightning_solo.seams import patches, resuming
 from lightning_solo.seams.run import Run
 
@@ -147,8 +147,11 @@ def _on_train_batch_start(run: Run, own: Own, batch: Any, batch_idx: int) -> Non
 
 def _training_step(run: Run, own: Own, *args: Any, **kwargs: Any) -> Any:
     """Run the module's training step."""
-    with run.locating():
+    try:  # a context would take longer, in each step
         return run.around("training_step", own)(*args, **kwargs)
+    except GradientError as error:
+        run.locate(error)
+        raise
 
 
 def _backward(run: Run, own: Own, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -159,8 +162,11 @@ def _backward(run: Run, own: Own, closure_loss: Tensor, optimizer: Any, *args: A
 
 def _optimizer_step(run: Run, own: Own, optimizer: Any, closure: Own, model: Any = None, **kwargs: Any) -> Any:
     """Step an optimizer; automatic optimization runs forward and backward in it."""
-    with run.locating():
+    try:
         return _stepped(run, own, optimizer, closure, model, **kwargs)
+    except GradientError as error:
+        run.locate(error)
+        raise
 
 
 def _stepped(run: Run, own: Own, optimizer: Any, closure: Own, model: Any, **kwargs: Any) -> Any:

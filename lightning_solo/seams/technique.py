@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.cards.phase import Phase
+from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.strategy import join
 
@@ -128,7 +129,7 @@ class Technique(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Join the run of a fit."""
         if stage == "fit":
-            join(self, trainer)
+            join(self, trainer).undo.enter_context(patches.empty_hooks_left_out(self, Technique))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """End the run if the strategy's teardown didn't."""

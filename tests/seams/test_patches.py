@@ -437,6 +437,25 @@ def test_a_scaler_unscales_again_after_a_step_that_was_left_out(home: ModuleType
         scaler.update()
 
 
+def test_empty_hooks_of_each_batch_are_left_out(home: ModuleType, make_trainer: Make) -> None:
+    class Base(home.Callback):  # type: ignore[name-defined,misc]
+        pass
+
+    class Looks(Base):  # type: ignore[misc,valid-type]
+        calls = 0
+
+        def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            self.calls += 1
+
+    looks, profiler = Looks(), home.profilers.SimpleProfiler()
+    with patches.empty_hooks_left_out(looks, Base):
+        make_trainer(home, callbacks=[looks], profiler=profiler).fit(regression(home), loader(1))
+    assert looks.calls
+    called = {name.rpartition(".")[2] for name in profiler.recorded_durations if "Looks." in name}
+    assert called & {*patches.BATCH_HOOKS} == {"on_after_backward"}
+    assert not {*vars(looks)} & {*patches.BATCH_HOOKS}
+
+
 def test_nobody_else_patches_lightning() -> None:
     package = Path(patches.__file__).parents[1]
     found = {path for path in package.rglob("*.py") if PATCHES.search(path.read_text(encoding="utf-8"))}

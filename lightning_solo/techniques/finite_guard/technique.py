@@ -91,6 +91,13 @@ class FiniteGuard(Technique, Settings):
     """
 
     phase = CARD.phase
+    _calls: list[_Call]
+    _culprit: _Call | None  # whose loss isn't finite
+    _is_spike: bool
+    _updates: int  # looks in this window: an optimizer may evaluate several times
+    _norms: dict[Optimizer, Tensor]  # of all gradients, where they are clipped by it
+    _mean: float | None
+    _late: _Waiting | None  # the earlier window that turned out wrong
 
     def _init_state(self) -> None:
         self.skipped_windows = self.rewinds = self.skipped_by_scaler = 0
@@ -111,13 +118,8 @@ class FiniteGuard(Technique, Settings):
         self._begin_window()
 
     def _begin_window(self) -> None:
-        self._calls: list[_Call] = []
-        self._culprit: _Call | None = None  # whose loss isn't finite
-        self._is_spike = False
-        self._updates = 0  # looks in this window: an optimizer may evaluate several times
-        self._norms: dict[Optimizer, Tensor] = {}  # of all gradients, where they are clipped by it
-        self._mean: float | None = None
-        self._late: _Waiting | None = None  # the earlier window that turned out wrong
+        # a class with frozen settings sets single attributes slowly
+        vars(self).update(_calls=[], _culprit=None, _is_spike=False, _updates=0, _norms={}, _mean=None, _late=None)
 
     # --- a fit ---
 
@@ -654,9 +656,9 @@ def _loss_of(ctx: Run, call: _Call) -> Tensor | None:
 def _read(values: Sequence[Tensor | None]) -> list[float]:
     """Return numbers, 0 for None; waits for a device once."""
     given = [value for value in values if value is not None]
-    if any(value.device.type != "cpu" for value in given):
+    if all(value.is_cpu for value in given):
+        numbers = iter([value.item() for value in given])
+    else:
         wide = torch.float64 if any(value.dtype is torch.float64 for value in given) else torch.float32
         numbers = iter(torch.stack([value.to(wide) for value in given]).tolist())
-    else:
-        numbers = iter([value.item() for value in given])
     return [0.0 if value is None else next(numbers) for value in values]
