@@ -76,13 +76,21 @@ def output_heads(module: nn.Module, head: str = AUTO) -> dict[str, nn.Linear]:
             f" linear layers are: {listing or 'none'}"
         )
     for part in chosen:
-        if type(part).forward is not nn.Linear.forward or "forward" in vars(part):
+        if not _is_linear(part):
             raise ConflictError(
                 f"chunked cross-entropy: the head {names[part]!r} is a {type(part).__name__}, which isn't computed as a"
                 " linear layer; write callback.chunked_cross_entropy.head=<name of an nn.Linear>, or"
                 " ~callback.chunked_cross_entropy"
             )
     return {names[part]: part for part in chosen}
+
+
+def _is_linear(part: Any) -> bool:
+    """Return whether a part computes its ``weight`` times its input, as peft's layer with trained rows does too."""
+    rows = part._modules.get("token_adapter")
+    layer = part if rows is None else rows.base_layer
+    is_plain = type(layer).forward is nn.Linear.forward and (rows is None or layer.bias is None)
+    return is_plain and "forward" not in vars(part)
 
 
 def _of_vocabulary_size(parts: Iterable[nn.Module]) -> list[nn.Module]:
@@ -103,7 +111,7 @@ def forward(head: nn.Linear, input: Tensor) -> Tensor:
     """Return a head's deferred logits."""
     use = record_of(head, Use)
     if use is None or torch.compiler.is_compiling():
-        return nn.Linear.forward(head, input)
+        return type(head).forward(head, input)
     layer = _Layer(head, input, use)
     return DeferredLogits(
         layer, lambda _: layer.logits(), None, hidden=input, differentiable=torch.is_grad_enabled(), dtype=layer.dtype
@@ -114,7 +122,7 @@ class _Layer:
     """One call of a head: its input and weights, and whether its logits have been computed."""
 
     def __init__(self, head: nn.Linear, input: Tensor, use: Use) -> None:
-        self.input, self.weight, self.bias, self.use = input, head.weight, head.bias, use
+        self.input, self.weight, self.bias, self.use = input, head.weight, getattr(head, "bias", None), use
         self.dtype = product_dtype(input)
         self.autocast = torch.is_autocast_enabled(input.device.type)
         self.computed = False

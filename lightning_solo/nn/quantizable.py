@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_solo.errors import ConflictError, NothingToDoError, listed
-from lightning_solo.nn.adapted import plain_modules
+from lightning_solo.nn.adapted import plain, plain_modules
 from lightning_solo.nn.blocks import after_blocks
 from lightning_solo.nn.deferred_logits import output_heads
 from lightning_solo.nn.quantized import FLOATS
@@ -132,6 +132,8 @@ def _kept_parameters(module: nn.Module) -> dict[int, str]:
     for _, part in plain_modules(module):
         own = {id(p) for p in part._parameters.values() if p is not None}
         (tables if isinstance(part, nn.Embedding) else linear).update(own)
+    for wrapper in [part for part in module.modules() if "token_adapter" in part._modules]:
+        kept.update({id(p): "rows of it are trained" for p in plain(wrapper)._parameters.values() if p is not None})
     for head in heads:
         if (weight := head._parameters.get("weight")) is not None:
             kept[id(weight)] = "output head"

@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
 import lightning_solo as solo
 from lightning_solo.data.tokenizers import add_tokens, tokenizer_of
@@ -18,7 +19,10 @@ from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.fine_tuning.causal_lm import HFCausalLM
 from lightning_solo.fine_tuning.chat import ChatData
 from lightning_solo.fine_tuning.trained import load_trained
+from lightning_solo.nn.quantized import quantized_weights_of
 from lightning_solo.techniques.adapters.technique import Adapters
+from lightning_solo.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_solo.techniques.quantized_base.technique import QuantizedBase
 from tests.messages import mentions
 
 TERMS = ["zygote", "meiosis"]
@@ -82,6 +86,35 @@ def test_rows_start_at_the_mean_of_their_pieces_and_only_they_and_adapters_are_t
         changed = (weight != before).any(1).nonzero().flatten().tolist()
         assert min(pieces) in changed
         assert set(changed) <= set(pieces)
+
+
+def test_weights_of_which_rows_are_trained_are_not_quantized(
+    model_folder: Callable[..., Path], make_trainer: Callable[..., Any], tmp_path: Path, terms: str
+) -> None:
+    folder = model_folder("Llama")
+    module = HFCausalLM(str(folder), new_tokens=terms, optimizer=sgd)
+    names: list[str] = []
+    watch = LambdaCallback(on_train_start=lambda *_: names.extend(quantized_weights_of(module)))
+    techniques = [Adapters(r=2), QuantizedBase(), ChunkedCrossEntropy(), watch]
+    make_trainer(L, callbacks=techniques, max_steps=2).fit(module, data_of(folder, tmp_path, terms))
+    assert names
+    assert not [name for name in names if "lm_head" in name or "embed_tokens" in name]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_loss_without_logits_is_the_same(
+    tied: bool, model_folder: Callable[..., Path], make_trainer: Callable[..., Any], tmp_path: Path, terms: str
+) -> None:
+    folder = model_folder("Llama", tie_word_embeddings=tied)
+    rows = []
+    for techniques in ([], [ChunkedCrossEntropy(chunk_tokens=8)]):
+        module = HFCausalLM(str(folder), new_tokens=terms, optimizer=sgd)
+        torch.manual_seed(0)
+        make_trainer(L, callbacks=[Adapters(r=2), *techniques]).fit(module, data_of(folder, tmp_path, terms))
+        solo.merge_adapters(module)
+        rows.append(module.model.lm_head.weight[-2:].detach())
+    assert not torch.equal(rows[0][0], rows[0][1])
+    torch.testing.assert_close(*rows)
 
 
 def test_model_with_rows_to_spare_keeps_its_size(model_folder: Callable[..., Path]) -> None:
