@@ -22,13 +22,9 @@ from lightning_solo.errors import PresetError
 from lightning_solo.export.trained_models import ARCHITECTURE, architecture_of
 from lightning_solo.fine_tuning.loading import config_of, load, without_numbers
 from lightning_solo.fine_tuning.samples import Samples
-from lightning_solo.nn.adaptation import plain_key
 from lightning_solo.nn.embedding_rows import add_rows, names_of_tables
-from lightning_solo.nn.quantized import FORMATS, QuantizedWeight, quantized_weights_of
+from lightning_solo.nn.quantized import FORMATS, QuantizedWeight
 from lightning_solo.optim.schedules import warmup_cosine
-
-QUANTIZED = "quantized_weights"
-"""Key of a checkpoint with name -> (format, type) of the weights that were in 4 or 8 bits in training."""
 
 
 class FromFolder(L.LightningModule):
@@ -128,12 +124,8 @@ class FromFolder(L.LightningModule):
         return self
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Record class and configuration, and the weights in 4 or 8 bits, which a model built from the file rounds."""
+        """Record class and configuration."""
         checkpoint[ARCHITECTURE] = architecture_of(self.model)
-        checkpoint[QUANTIZED] = {
-            plain_key(name): (weight.format, str(weight.dtype).removeprefix("torch."))
-            for name, weight in quantized_weights_of(self).items()
-        }
 
     def configure_callbacks(self) -> list[Callback]:
         """Return what stops a run whose validation loss no longer falls."""
