@@ -84,6 +84,15 @@ def test_8_bits_are_those_of_dequantized_weights(dtype: torch.dtype) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_rounding_again_moves_weights_little(format: str) -> None:
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    once = quantized(weight, format).dequantized()
+    again = quantized(once, format).dequantized()
+    assert (once - weight).norm() > 5e-3 * weight.norm()
+    assert (again - once).norm() < 1e-4 * once.norm()
+
+
 def test_bytes_and_saved_tensors() -> None:
     layer = in_place(linear(1024, 1024, bias=False))
     # 2 codes a byte; a byte per 64; an fp32 scale per 64 * 256, and the mean; a table of 256, and an empty tensor

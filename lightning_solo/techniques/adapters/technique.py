@@ -113,7 +113,6 @@ class Adapters(Technique, Settings):
                 f" put there: drop that, or write ~{OPTION}"
             )
         targets = targets_of(module, self.targets, self.method)
-        self._left_out = targets.left_out
         whole = named_modules_of(module, self.modules_to_save, f"{OPTION}.modules_to_save")
         for name in whole:
             if inside := [each for each in targets.layers if each == name or each.startswith(f"{name}.")]:
@@ -121,6 +120,8 @@ class Adapters(Technique, Settings):
                     f"{OPTION}.modules_to_save trains {name} whole, and {OPTION}.targets gives {listed(inside)} an"
                     " adapter; write other targets, or leave it out of modules_to_save"
                 )
+        trained = tuple(f"{name}." for name in whole)
+        self._left_out = {name: why for name, why in targets.left_out.items() if not f"{name}.".startswith(trained)}
         config = AdapterConfig(
             name=self.adapter_name,
             method=self.method,
