@@ -23,7 +23,7 @@ from lightning_solo.nn.adaptation import (
     whole_parameters,
 )
 from lightning_solo.nn.adapter_merging import merge, merge_summary, remove_adapters
-from lightning_solo.nn.adapter_targets import OPTION, feed_forward_outputs, named_modules_of, targets_of
+from lightning_solo.nn.adapter_targets import ALL_LINEAR, OPTION, feed_forward_outputs, named_modules_of, targets_of
 from lightning_solo.nn.adapter_weights import base_samples, rounded_samples
 from lightning_solo.nn.rollback import Unchanged
 from lightning_solo.seams import patches
@@ -115,7 +115,11 @@ class Adapters(Technique, Settings):
         targets = targets_of(module, self.targets, self.method)
         whole = named_modules_of(module, self.modules_to_save, f"{OPTION}.modules_to_save")
         for name in whole:
-            if inside := [each for each in targets.layers if each == name or each.startswith(f"{name}.")]:
+            inside = [each for each in targets.layers if f"{each}.".startswith(f"{name}.")]
+            if self.targets == ALL_LINEAR and len(inside) < len(targets.layers):
+                for each in inside:
+                    del targets.layers[each]
+            elif inside:
                 raise ConflictError(
                     f"{OPTION}.modules_to_save trains {name} whole, and {OPTION}.targets gives {listed(inside)} an"
                     " adapter; write other targets, or leave it out of modules_to_save"
