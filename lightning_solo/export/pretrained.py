@@ -246,7 +246,12 @@ def _written(folder: Path) -> Iterator[Path]:
     """
     try:
         with whole_folder(folder, hashes=False) as new:
+            (probe := new / ".mode").touch()
+            mode = probe.stat().st_mode
+            probe.unlink()
             yield new
+            for file in new.rglob("*.safetensors"):
+                file.chmod(mode)  # safetensors lets nobody else read, such as Ollama's own user
     except SoloError:
         raise
     except Exception as error:  # OSError, or of the writing library, where the disk is full

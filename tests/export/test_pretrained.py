@@ -108,6 +108,8 @@ def test_merged_folder_answers_as_the_module(family: str, models: Models, tmp_pa
     assert config["architectures"] == [type(merged).__name__]
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+    modes = {file.stat().st_mode for file in (tmp_path / "out").iterdir()}
+    assert len(modes) == 1  # whoever reads one file reads all
 
 
 @pytest.mark.parametrize("method", ["dora", "pissa", "ia3", pytest.param("rslora", marks=pytest.mark.long)])
@@ -265,7 +267,9 @@ MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:The following rank_pattern:RuntimeWarning", "ignore:Found missing adapter keys")
+@pytest.mark.filterwarnings(
+    "ignore:The following .*_pattern keys:RuntimeWarning", "ignore:Found missing adapter keys:UserWarning"
+)
 def test_adapter_that_peft_loads_elsewhere_is_named(models: Models, tmp_path: Path) -> None:
     # peft 0.21 takes the adapters of dense layers for those of experts, which have the same names
     experts = {
@@ -423,6 +427,9 @@ def test_gguf_is_written_by_the_users_llama_cpp(models: Models, tmp_path: Path, 
 def test_what_cannot_be_right_is_refused(make_trainer: Make, models: Models, tmp_path: Path) -> None:
     _, file = fitted(make_trainer, models(), Adapters(r=4))
     shutil.copytree(models("Llama", tie_word_embeddings=True), other := tmp_path / "other")
+    torch.save(
+        {"state_dict": nn.Linear(2, 2).state_dict(), "hyper_parameters": {}}, strange := tmp_path / "strange.ckpt"
+    )
     for call, kind, words in (
         (lambda: export_pretrained(regression(L), tmp_path / "out"), NothingToDoError, ["export_weights"]),
         (
@@ -432,6 +439,8 @@ def test_what_cannot_be_right_is_refused(make_trainer: Make, models: Models, tmp
         ),
         (lambda: export_pretrained(file, tmp_path / "out", base_folder=other), CheckpointError, ["other"]),
         (lambda: export_pretrained(file, models(), overwrite=True), CheckpointError, ["which is read"]),
+        (lambda: export_pretrained(strange), CheckpointError, ["--format weights", "--base-folder", "module"]),
+        (lambda: export_pretrained(strange, base_folder=models()), CheckpointError, ["LlamaForCausalLM", "weights"]),
         (lambda: export_pretrained(file, file), CheckpointError, ["--output"]),
         (lambda: export_pretrained(Tuned(str(models()))), PresetError, ["output"]),
         (lambda: export_pretrained(file, dtype="fp8"), PresetError, ["fp32", "bf16"]),
