@@ -27,7 +27,9 @@ def model_in(folder: Path, **options: Any) -> Any:
     return load("AutoModelForCausalLM", folder, config_of(folder), **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.long] * (k not in ("Llama", "Mixtral"))) for k in KINDS]
+)
 def test_logits_equal_those_of_from_pretrained(kind: str, model_folder: Folder) -> None:
     folder = model_folder(kind)
     model, expected = model_in(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -88,7 +88,7 @@ class Texts(L.pytorch.loggers.Logger):
         pass
 
 
-@pytest.mark.parametrize("prompts", [2, ["2 + 2?"]])
+@pytest.mark.parametrize("prompts", [2, pytest.param(["2 + 2?"], marks=pytest.mark.long)])
 def test_samples_are_written_and_logged_and_change_nothing(
     prompts: Any, model_folder: Folder, make_trainer: Make, tmp_path: Path
 ) -> None:

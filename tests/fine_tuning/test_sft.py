@@ -15,11 +15,12 @@ from omegaconf import OmegaConf
 from lightning_solo.cli.application import compose_application
 from lightning_solo.cli.command_line import CheckedConfig, check_command_line, check_config
 from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.fine_tuning.trained import load_trained
 from tests.cli.commands import call, command, environment
 from tests.fine_tuning.conftest import KINDS
 from tests.messages import lines_with, mentions
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 Folder = Callable[..., Path]
 PATHS = ["experiment=sft", "model.path=./model", "data.path=chats.jsonl"]
 
@@ -84,6 +85,12 @@ def test_the_whole_path(kind: str, model_folder: Folder, chats: Path, tmp_path: 
     )
     assert first.keys() == second.keys()
     assert all(".lora_" in name for name in first)
+    if kind == "Llama":
+        call(tmp_path, "export", "runs/first", "--format", "hf", "--output", "exported")
+        exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+        module, _ = load_trained(tmp_path / "runs" / "first" / "checkpoints" / "last.ckpt", torch.device("cpu"))
+        ids = torch.arange(4, 24).view(2, 10)
+        assert torch.allclose(exported(ids).logits.float(), module.model(ids).logits.float(), atol=2e-2)
     answers = [answer(tmp_path, "runs/first"), answer(tmp_path, "runs/first"), answer(tmp_path, "runs/first", "--best")]
     assert answers[0] == answers[1]
     assert all(answers)

@@ -41,7 +41,7 @@ def fitted(folder: Path, make_trainer: Make, run: Path, techniques: Any = (), **
     ("kind", "technique"),
     [
         ("Llama", "none"),
-        ("Llama", "adapters"),
+        pytest.param("Llama", "adapters", marks=pytest.mark.long),
         ("Llama", "nf4"),
         pytest.param("Mixtral", "nf4", marks=pytest.mark.long),
         pytest.param("Llama", "int8", marks=pytest.mark.long),
