@@ -17,12 +17,15 @@ import torch
 import lightning_solo as solo
 from lightning_solo.cli.export import run as export
 from lightning_solo.export.pretrained import export_pretrained
+from lightning_solo.fine_tuning.auto_model import TASKS, HFAuto
 from lightning_solo.fine_tuning.causal_lm import HFCausalLM
 from lightning_solo.fine_tuning.chat import ChatData
 from lightning_solo.nn.adaptation import adapter_parameters
 from tests.cli.commands import call
+from tests.conftest import long
 from tests.export.conftest import answers, far
 from tests.export.test_pretrained import ELSEWHERE
+from tests.fine_tuning.test_auto_model import data_of, rows_of
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -75,7 +78,7 @@ def test_new_tokens_and_template_are_exported(
     assert far(*rows) <= 1e-5
 
 
-@pytest.mark.parametrize("quantized", ["technique", pytest.param("loaded", marks=pytest.mark.long)])
+@pytest.mark.parametrize("quantized", ["technique", long("loaded"), long("streamed")])
 def test_adapter_on_four_bits_is_added_to_the_rounded_weights(
     quantized: str, model_folder: Folder, chats: Path, make_trainer: Make, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -83,8 +86,9 @@ def test_adapter_on_four_bits_is_added_to_the_rounded_weights(
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user_cache"))
-    technique = [solo.callbacks.QuantizedBase()] if quantized == "technique" else []
-    options: Any = {} if technique else {"quantized": "nf4"}
+    technique: list[Any] = [] if quantized == "loaded" else [solo.callbacks.QuantizedBase()]
+    technique += [solo.callbacks.FrozenStreaming()] if quantized == "streamed" else []
+    options: Any = {"quantized": "nf4"} if quantized == "loaded" else {}
     adapters = solo.callbacks.Adapters(r=4)
     base = model_folder("Llama")
     module, file = fitted(base, chats, tmp_path, make_trainer, adapters, *technique, **options)
@@ -96,6 +100,44 @@ def test_adapter_on_four_bits_is_added_to_the_rounded_weights(
     assert "nf4" in lines[-1]
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert far(answers(other), answers(module.model)) > 1e-2
+
+
+HEADS = [
+    ("Llama", "ForCausalLM", "sequence_classification", ["score"]),
+    ("Bert", "ForMaskedLM", "token_classification", ["classifier"]),
+    ("Bert", "ForMaskedLM", "masked_lm", []),
+    ("T5", "ForConditionalGeneration", "seq2seq_lm", []),
+    ("Bart", "ForConditionalGeneration", "seq2seq_lm", []),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "task", "head"),
+    [pytest.param(*case, marks=[pytest.mark.long] * (case != HEADS[0])) for case in HEADS],
+)
+def test_other_heads_are_exported(
+    kind: str, saved: str, task: str, head: list[str], model_folder: Folder, make_trainer: Make, tmp_path: Path
+) -> None:
+    import transformers
+
+    folder = model_folder(kind, saved)
+    data = data_of(folder, rows_of(tmp_path, task), task)
+    module = HFAuto(str(folder), task)
+    trainer = make_trainer(L, callbacks=[solo.callbacks.Adapters(r=4, modules_to_save=head)], max_steps=2)
+    trainer.fit(module, data)
+    for p in adapter_parameters(module).values():
+        p.data += 0.05 * torch.randn_like(p)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    batch = next(iter(data.val_dataloader()))
+    for source in (tmp_path / "last.ckpt", module):
+        export_pretrained(source, tmp_path / "out", overwrite=True)
+        model = getattr(transformers, TASKS[task]).from_pretrained(tmp_path / "out")
+        assert model.config.id2label == module.model.config.id2label
+        with torch.no_grad():
+            trained = module.eval()(batch)
+            module.model, kept = model.eval(), module.model
+            assert far(module(batch), trained) <= 1e-5
+        module.model = kept
 
 
 @pytest.mark.long
