@@ -137,8 +137,7 @@ class Conversations:
         ids, places = list(encoding["input_ids"]), encoding["offset_mapping"]
         trained, ends = [False] * len(ids), []
         for begin, end in spans:
-            # a token without characters is white space that the tokenizer leaves out of its offsets
-            inside = [n for n, (a, b) in enumerate(places) if (a < end and b > begin) or (a == b and begin < b <= end)]
+            inside = [n for n, (a, b) in enumerate(places) if a < end and b > begin]
             if not inside:
                 continue
             for n in inside:
@@ -160,12 +159,16 @@ class Conversations:
     def _by_prefixes(self, messages: list[dict[str, Any]], tools: Any, answers: list[int], text: str) -> Encoded:
         ids = self._tokens(text)
         trained, ends = [False] * len(ids), []
-        prompts = [self._prompt(messages[:n], tools) for n in answers]
-        for n, prompt, following in zip(answers, prompts, [*prompts[1:], text], strict=True):
-            prefix = None if prompt is None else self._tokens(prompt)
-            if prompt is None or prefix is None or ids[: len(prefix)] != prefix or not text.startswith(prompt):
+        starts = []  # of each answer, in the text and in the tokens
+        for n in answers:
+            prompt = self._prompt(messages[:n], tools)
+            prefix = self._tokens(prompt or "")
+            if prompt is None or ids[: len(prefix)] != prefix or not text.startswith(prompt):
                 raise _no_prefix(n)
-            answer = text[len(prompt) : len(following or "")]
+            starts.append((len(prompt), len(prefix)))
+        following = [*starts[1:], (len(text), len(ids))]
+        for n, (begin, first), (until, limit) in zip(answers, starts, following, strict=True):
+            answer = text[begin:until]
             if not self._prompts and not _begins(messages[n], answer):
                 raise RowError(
                     "no prompt",
@@ -173,11 +176,10 @@ class Conversations:
                     f" {answer[:20]!r}; add {{% if add_generation_prompt %}}, or generation tags, and write"
                     " data.chat_template=<the file>",
                 )
-            limit = len(ids) if following is None or following is text else len(self._tokens(following))
-            end = next((place for place in range(len(prefix), limit) if ids[place] in self.ends), None)
+            end = next((place for place in range(first, limit) if ids[place] in self.ends), None)
             if end is None or not self._is_whole(messages, tools, n, text, answer, ids[end]):
                 raise _no_end(n)
-            trained[len(prefix) : end + 1] = [True] * (end + 1 - len(prefix))
+            trained[first : end + 1] = [True] * (end + 1 - first)
             ends.append(end)
         return Encoded(ids, trained, ends, len(answers))
 

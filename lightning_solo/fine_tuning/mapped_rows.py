@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import time
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import IO, Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_solo.atomic_files import whole_file
 from lightning_solo.checkpoint.writing import digest
+from lightning_solo.data.item_lengths import REPORT_EVERY_S
 from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.data.tokens import TokenFile
@@ -205,6 +208,7 @@ class Written:
         self._file, self._refuse = file, refuse
         self._refused: list[str] = []
         self._lengths, self._shares = array("q"), array("d")
+        self._said = time.monotonic()
 
     def bad(self, error: RowError) -> None:
         """Count a row that can't be used; the message begins with its place.
@@ -227,6 +231,9 @@ class Written:
         self._shares.append(share)
         self.report.tokens += len(stored)
         self.report.trained += sum(trained)
+        if time.monotonic() - self._said > REPORT_EVERY_S:
+            self._said = time.monotonic()
+            rank_zero_info(f"data: {self.report.read:,} rows are read, with {self.report.tokens:,} tokens")
 
     def index(self, path: str) -> dict[str, Any]:
         """Return the lengths and hashes of the rows, and the report.

@@ -24,7 +24,7 @@ def tokenizer(kind: str = "byte_level", eos: str = "</s>") -> Any:
 
     "stripping" is on bytes, and its normalizer removes white space at the end of each text.
     """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     if kind == "metaspace":
@@ -35,6 +35,7 @@ def tokenizer(kind: str = "byte_level", eos: str = "</s>") -> Any:
     else:
         plain = Tokenizer(models.BPE())
         plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True)
+        plain.post_processor = processors.ByteLevel(trim_offsets=True)
         plain.decoder = decoders.ByteLevel()
         alphabet, first = pre_tokenizers.ByteLevel.alphabet(), []
         if kind == "stripping":
