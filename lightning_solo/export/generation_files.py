@@ -22,7 +22,6 @@ TOKENIZER_FILES = (
     "tekken.json",
     "chat_template*",
     "*processor_config.json",
-    "config_sentence_transformers.json",
 )
 """Names of the files of tokenizers and processors."""
 GENERATION = "generation_config.json"
