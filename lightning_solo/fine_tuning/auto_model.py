@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -16,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.fine_tuning.causal_lm import FromFolder
+from lightning_solo.fine_tuning.loading import folder_of, without_numbers
 
 TASKS = {
     "sequence_classification": "AutoModelForSequenceClassification",
@@ -24,6 +24,8 @@ TASKS = {
     "seq2seq_lm": "AutoModelForSeq2SeqLM",
 }
 """Task -> class of transformers."""
+PLANNED = 256
+"""Labels of a planned classifier."""
 
 
 class HFAuto(FromFolder):
@@ -64,7 +66,7 @@ class HFAuto(FromFolder):
             raise PresetError(f"model.task={task!r}{nearest(task, TASKS)}write one of {', '.join(TASKS)}")
         self.task, self.auto = task, TASKS[task]
         self.classifies = task.endswith("classification")
-        path = str(Path(path).expanduser().absolute())
+        path = str(folder_of(path))
         options = {"dtype": dtype, "unused": list(unused), "new_head": self.classifies}
         self._labels = None if labels is None else list(labels)
         super().__init__(path, optimizer, warmup_steps, early_stopping, options)
@@ -91,6 +93,12 @@ class HFAuto(FromFolder):
             raise PresetError(f"the data has the labels {names}, and the model {self._labels}; write model.labels=null")
         if self.config.pad_token_id is None:
             self.config.pad_token_id = data.pad_token_id  # by which a decoder finds a row's last token
+
+    def configure_model(self) -> None:
+        """Load the model, once; in a plan, which doesn't know the labels, a classifier has `PLANNED` of them."""
+        if self.classifies and self._labels is None and without_numbers():
+            self.config.num_labels = PLANNED
+        super().configure_model()
 
     def _make_metrics(self, labels: Sequence[str]) -> None:
         self.config.id2label = dict(enumerate(labels))

@@ -20,7 +20,7 @@ from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.data.tokenizers import add_tokens, new_tokens_of, tokenizer_of
 from lightning_solo.errors import PresetError
 from lightning_solo.export.trained_models import ARCHITECTURE, architecture_of
-from lightning_solo.fine_tuning.loading import config_of, load, without_numbers
+from lightning_solo.fine_tuning.loading import config_of, folder_of, load, without_numbers
 from lightning_solo.fine_tuning.samples import Samples
 from lightning_solo.nn.embedding_rows import add_rows, names_of_tables
 from lightning_solo.nn.quantized import FORMATS, QuantizedWeight
@@ -206,7 +206,7 @@ class HFCausalLM(FromFolder):
     ) -> None:
         if quantized is not None and quantized not in FORMATS:
             raise PresetError(f"model.quantized={quantized!r}: write null or {' or '.join(FORMATS)}")
-        path = str(Path(path).expanduser().absolute())
+        path = str(folder_of(path))
         new_tokens = new_tokens_of(new_tokens, "model.new_tokens")
         options = {"dtype": dtype, "quantized": quantized, "unused": list(unused)}
         super().__init__(path, optimizer, warmup_steps, early_stopping, options, new_tokens)

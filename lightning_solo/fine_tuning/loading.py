@@ -22,23 +22,33 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 """Types of loaded weights; auto is the folder's own."""
 
 
+def folder_of(path: str | Path) -> Path:
+    """Return the absolute path of a folder.
+
+    Raises:
+        CheckpointError: there is none; the message has the command that downloads it.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        is_name = len(folder.parts) == 2 and folder.parts[0] not in ("/", "..")
+        name, to = (path, f"{folder.name}, and write model.path={folder.name}") if is_name else ("<owner>/<name>", path)
+        raise CheckpointError(
+            f"model.path={path}: no such folder; download the model first: hf download {name} --local-dir {to}"
+        )
+    return folder.absolute()
+
+
 def config_of(folder: Path) -> Any:
     """Return transformers' configuration of a folder.
 
     Raises:
         CapabilityError: transformers is missing.
-        CheckpointError: it is no folder, has no configuration or an unknown one, or holds adapters or quantized
-            weights.
+        CheckpointError: it has no configuration or an unknown one, or holds adapters or quantized weights.
     """
     if not is_installed("transformers"):
         raise CapabilityError('model: needs transformers; write pip install "lightning-solo[fine_tuning]"')
     import transformers
 
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"model.path={folder}: no such folder; download the model first: hf download <owner>/<name> --local-dir"
-            f" {folder}"
-        )
     if (folder / "adapter_config.json").is_file():
         raise CheckpointError(
             f"model.path={folder}: it holds an adapter (adapter_config.json); write the folder of its base model"

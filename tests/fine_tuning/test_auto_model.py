@@ -16,6 +16,7 @@ import lightning_solo as solo
 from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.fine_tuning.auto_model import HFAuto
 from lightning_solo.fine_tuning.labelled import IGNORED, LabelledRows
+from lightning_solo.planner.fake_modules import empty_parameters
 from tests.messages import mentions, nearest
 
 transformers = pytest.importorskip("transformers")
@@ -124,6 +125,13 @@ def test_adapters_train_a_head_that_is_saved_whole(model_folder: Folder, tmp_pat
     assert checkpoint["hyper_parameters"]["labels"] == ["dogs", "foxes"]
     assert any("classifier" in name for name in checkpoint["state_dict"])
     assert not any("embeddings" in name for name in checkpoint["state_dict"])
+
+
+def test_plan_has_room_for_any_label(model_folder: Folder) -> None:
+    with empty_parameters():
+        module = HFAuto(str(model_folder("Bert", "ForMaskedLM")), "sequence_classification")
+    assert module.model.classifier.weight.shape == (256, 16)
+    assert module.model.classifier.weight.is_meta
 
 
 # --- data ---

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_solo.errors import CheckpointError, PresetError
-from lightning_solo.fine_tuning.loading import config_of, load
+from lightning_solo.fine_tuning.loading import config_of, folder_of, load
 from lightning_solo.planner.fake_modules import empty_parameters
 from tests.fine_tuning.conftest import KINDS
 from tests.messages import mentions
@@ -69,7 +69,7 @@ CODE = """
 import sys, torch
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM
-from lightning_solo.fine_tuning.loading import config_of, load
+from lightning_solo.fine_tuning.loading import config_of, folder_of, load
 
 def anonymous():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -167,8 +167,11 @@ def test_no_weights(folder: Path) -> None:
 
 
 def test_no_folder() -> None:
-    with pytest.raises(CheckpointError, match=mentions("model.path=meta/Llama", "hf download", "--local-dir")):
-        config_of(Path("meta/Llama"))
+    command = "hf download meta/Llama-3 --local-dir Llama-3"
+    with pytest.raises(CheckpointError, match=mentions("model.path=meta/Llama-3", command, "write model.path=Llama-3")):
+        folder_of("meta/Llama-3")
+    with pytest.raises(CheckpointError, match=mentions("hf download <owner>/<name> --local-dir ./Llama-3")):
+        folder_of("./Llama-3")
 
 
 def test_folder_without_configuration_or_with_an_unknown_one(folder: Path) -> None:
