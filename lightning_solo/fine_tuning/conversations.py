@@ -163,8 +163,15 @@ class Conversations:
         for n in answers:
             prompt = self._prompt(messages[:n], tools)
             prefix = self._tokens(prompt or "")
-            if prompt is None or ids[: len(prefix)] != prefix or not text.startswith(prompt):
+            if prompt is None or not text.startswith(prompt):
                 raise _no_prefix(n)
+            if ids[: len(prefix)] != prefix:
+                raise RowError(
+                    "joined tokens",
+                    f"messages[{n}]: a token has the end of the prompt and the start of this answer, which would begin"
+                    " otherwise in generation; remove white space at its start, or write data.chat_template=<a file"
+                    " with generation tags>",
+                )
             starts.append((len(prompt), len(prefix)))
         following = [*starts[1:], (len(text), len(ids))]
         for n, (begin, first), (until, limit) in zip(answers, starts, following, strict=True):

@@ -290,8 +290,9 @@ def test_tokens_that_span_prompt_and_answer_are_refused() -> None:
         "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
-    with pytest.raises(RowError, match=mentions("messages[1]")):
+    with pytest.raises(RowError, match=mentions("messages[1]", "generation tags")) as caught:
         by_template(spaced).encode([user("a"), answer("is")])
+    assert caught.value.reason == "joined tokens"
 
 
 @pytest.mark.parametrize("end", ["", "\n", "<|stop|>"], ids=["nothing", "a newline", "no token"])

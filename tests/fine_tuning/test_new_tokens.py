@@ -23,6 +23,7 @@ from lightning_solo.nn.quantized import quantized_weights_of
 from lightning_solo.techniques.adapters.technique import Adapters
 from lightning_solo.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_solo.techniques.quantized_base.technique import QuantizedBase
+from tests.conftest import long
 from tests.messages import mentions
 
 TERMS = ["zygote", "meiosis"]
@@ -101,7 +102,7 @@ def test_weights_of_which_rows_are_trained_are_not_quantized(
     assert not [name for name in names if "lm_head" in name or "embed_tokens" in name]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, long(True)])
 def test_loss_without_logits_is_the_same(
     tied: bool, model_folder: Callable[..., Path], make_trainer: Callable[..., Any], tmp_path: Path, terms: str
 ) -> None:
