@@ -214,7 +214,7 @@ def test_a_skipped_window_leaves_nothing(make_trainer: Make, way: str, factor: i
     assert equal(state_of(module), state_of(expected))
 
 
-def logging(home: ModuleType) -> Any:
+def logging(home: ModuleType, batch_norm: bool = True) -> Any:
     """Return a module that logs a mean, a sum, a maximum and a metric."""
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -228,7 +228,7 @@ def logging(home: ModuleType) -> Any:
         self.log("metric", self.metric, on_epoch=True, on_step=False, batch_size=4)
         return loss
 
-    module = module_of(home, training_step=training_step)
+    module = module_of(home, batch_norm, training_step=training_step)
     module.metric = torchmetrics.MeanMetric(nan_strategy="disable")
     return module
 
@@ -261,6 +261,21 @@ def test_a_skipped_window_leaves_nothing_in_logged_means(make_trainer: Make, fac
         assert {name: value for name, value in epoch.items() if name != "loss_step"} == {
             name: value for name, value in other.items() if name != "loss_step"
         }
+
+
+@pytest.mark.filterwarnings("ignore:callback.micro_batching. training_step")
+@pytest.mark.parametrize("way", ["rewind", "micro-batches"])
+def test_logged_means_stay_finite(make_trainer: Make, way: str, tmp_path: Path) -> None:
+    guard = FiniteGuard(policy="rewind" if way == "rewind" else "skip_window")
+    saves = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    stops, notes = lightning.pytorch.callbacks.EarlyStopping("loss", patience=9), Notes()
+    arguments = {**WAYS.get(way, {}), "max_epochs": 2, "enable_checkpointing": True}
+    module = logging(lightning.pytorch, batch_norm=way == "rewind")
+    fit(make_trainer, guard, notes, stops, saves, module=module, batches=data(5), **arguments)
+    assert (guard.rewinds or guard.skipped_windows, module.trainer.current_epoch) == (2, 2)
+    epoch = notes.epochs[-1]
+    assert {"loss", "sum", "largest", "metric"} <= {*epoch}
+    assert all(map(math.isfinite, epoch.values()))
 
 
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
