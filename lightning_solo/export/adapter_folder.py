@@ -59,7 +59,7 @@ def adapter_tensors(trained: TrainedModel, config: AdapterConfig) -> dict[str, T
     model = trained.model
     tensors = {_key(key): p.detach() for key, p in adapter_parameters(model, config.name).items()}
     if config.method == "pissa":
-        for key, first in trained.factors.items():
+        for key, first in trained.first_factors(config).items():
             name = _key(key)
             is_a = name.endswith("lora_A.weight")
             tensors[name] = torch.cat([tensors[name], first if is_a else -first], 0 if is_a else 1)
@@ -71,12 +71,13 @@ def adapter_tensors(trained: TrainedModel, config: AdapterConfig) -> dict[str, T
 def _key(key: str) -> str:
     """Return an adapter's key without its name.
 
+    Those of DoRA end in ``weight``: peft itself leaves that out, and then transformers doesn't find them.
+
     >>> _key("up.lora_A.default.weight"), _key("up.lora_magnitude_vector.default.weight"), _key("up.ia3_l.default")
-    ('up.lora_A.weight', 'up.lora_magnitude_vector', 'up.ia3_l')
+    ('up.lora_A.weight', 'up.lora_magnitude_vector.weight', 'up.ia3_l')
     """
-    *parts, table, _ = key.removesuffix(".weight").split(".")
-    is_module = key.endswith(".weight") and table != "lora_magnitude_vector"
-    return ".".join([*parts, table]) + (".weight" if is_module else "")
+    *parts, _ = key.removesuffix(".weight").split(".")
+    return ".".join(parts) + (".weight" if key.endswith(".weight") else "")
 
 
 def peft_config(trained: TrainedModel, config: AdapterConfig, names: Collection[str]) -> Any:

@@ -95,11 +95,27 @@ class TrainedModel:
         for name, weight in self.originals.items():
             tensors[name].data = weight.to(tensors[name].dtype)
 
+    def first_factors(self, config: AdapterConfig) -> Mapping[str, Tensor]:
+        """Return the weights of an adapter of PiSSA as they were when training began.
+
+        Raises:
+            ConflictError: they would be computed from the base's folder, which is unknown.
+        """
+        if not self.factors:
+            if self.folder is None:
+                raise ConflictError(
+                    "PiSSA starts from the base's weights, and their folder is unknown; write base_folder=<that folder>"
+                )
+            base = _loaded(self.folder, type(self.model), None)
+            insert(base, config)
+            self.factors = _factors(base, config)
+        return self.factors
+
     def insert(self, config: AdapterConfig, weights: Mapping[str, Tensor]) -> None:
         """Put an adapter into the model, with its trained weights."""
         insert(self.model, config)
         if config.method == "pissa":
-            self.factors = {key: p.detach().clone() for key, p in adapter_parameters(self.model, config.name).items()}
+            self.factors = _factors(self.model, config)
         tensors = base_tensors(self.model)
         for name in (*config.tokens, *config.modules_to_save):  # whose numbers are overwritten in place
             for key in tensors:
@@ -109,6 +125,10 @@ class TrainedModel:
             self.model, config, {key: weights[key] for key in trained_keys(self.model, config, weights)}
         )
         self.adapter = config
+
+
+def _factors(model: Any, config: AdapterConfig) -> dict[str, Tensor]:
+    return {key: p.detach().clone() for key, p in adapter_parameters(model, config.name).items()}
 
 
 def trained_model(
