@@ -218,12 +218,23 @@ def _no_match(pattern: str, modules: dict[str, nn.Module], hits: dict[str, nn.Mo
             f" can't adapt; it adapts {', '.join(KINDS[method])}; {remedy}, or name it in {OPTION}.modules_to_save,"
             " which trains it whole"
         )
-    ends = dict.fromkeys(name.split(".")[-1] for name, part in modules.items() if _kind(part) in KINDS[method])
+    ends = dict.fromkeys(_end(name) for name, part in modules.items() if _kind(part) in KINDS[method])
     classes = dict.fromkeys(type(part).__name__ for part in modules.values() if _kind(part) in KINDS[method])
     return (
         f"{OPTION}.targets={pattern!r} matches no layer{nearest(pattern, [*ends, *classes])}there are"
         f" {listed(ends, 12) or 'no layers'} of the classes {', '.join(classes) or 'none'}"
     )
+
+
+def _end(name: str) -> str:
+    """Return the end of a name as a pattern, from its last part that isn't a number.
+
+    >>> _end("model.layers.0.q_proj"), _end("body.0.2")
+    ('q_proj', 'body.*.*')
+    """
+    parts = name.split(".")
+    start = max((at for at, part in enumerate(parts) if not part.isdigit()), default=0)
+    return ".".join("*" if part.isdigit() and start < at else part for at, part in enumerate(parts) if at >= start)
 
 
 def _attention_of(modules: dict[str, nn.Module]) -> dict[str, str]:
