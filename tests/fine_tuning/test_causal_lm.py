@@ -142,6 +142,7 @@ def test_accumulated_rows_of_unlike_length_equal_one_batch(model_folder: Folder,
     assert not torch.equal(weights(whole)["model.lm_head.weight"], weights(before)["model.lm_head.weight"])
 
 
+@pytest.mark.any_device
 def test_frequencies_keep_their_type_in_16_bits(model_folder: Folder, make_trainer: Make) -> None:
     module = trained(model_folder("Llama"), make_trainer, precision="bf16-true", max_steps=1)
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}

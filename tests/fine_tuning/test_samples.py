@@ -88,6 +88,7 @@ class Texts(L.pytorch.loggers.Logger):
         pass
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("prompts", [2, pytest.param(["2 + 2?"], marks=pytest.mark.long)])
 def test_samples_are_written_and_logged_and_change_nothing(
     prompts: Any, model_folder: Folder, make_trainer: Make, tmp_path: Path
@@ -99,7 +100,7 @@ def test_samples_are_written_and_logged_and_change_nothing(
         logger = Texts()
         techniques = [
             solo.callbacks.Adapters(r=2),
-            solo.callbacks.QuantizedBase(),
+            solo.callbacks.QuantizedBase(format="int8"),
             solo.callbacks.ChunkedCrossEntropy(),
         ]
         trainer = make_trainer(
