@@ -152,7 +152,7 @@ class Conversations:
                 trained[inside[-1] + 1 : last + 1] = [True] * (last - inside[-1])
             ends.append(last)
         if not ends:
-            raise _no_end(answers[-1])
+            raise self._no_end(answers[-1])
         prefixes = all(prompt is not None and text.startswith(prompt) for prompt in prompts)
         return Encoded(ids, trained, ends, len(answers), prefixes)
 
@@ -185,10 +185,18 @@ class Conversations:
                 )
             end = next((place for place in range(first, limit) if ids[place] in self.ends), None)
             if end is None or not self._is_whole(messages, tools, n, text, answer, ids[end]):
-                raise _no_end(n)
+                raise self._no_end(n)
             trained[first : end + 1] = [True] * (end + 1 - first)
             ends.append(end)
         return Encoded(ids, trained, ends, len(answers))
+
+    def _no_end(self, n: int) -> RowError:
+        ends = " or ".join(repr(self._added.get(id_, self.tokenizer.eos_token)) for id_ in self.ends)
+        return RowError(
+            "no end of turn",
+            f"messages[{n}]: the template doesn't write its end of turn {ends} after this answer, so the model would"
+            " not learn to stop there; write data.chat_template=<a file that writes it after each answer>",
+        )
 
     def _checked_tools(self, messages: list[dict[str, Any]], tools: Any) -> Any:
         """Return the tools as a list of mappings, or None."""
@@ -399,12 +407,4 @@ def _no_prefix(n: int) -> RowError:
         "no prefix",
         f"messages[{n}]: the template writes the messages before this answer differently once it is there, so it is"
         " unclear which tokens are the answer's; write data.chat_template=<a file with generation tags>",
-    )
-
-
-def _no_end(n: int) -> RowError:
-    return RowError(
-        "no end of turn",
-        f"messages[{n}]: the template writes no end-of-turn token after this answer, so the model would not learn to"
-        " stop; write data.chat_template=<a file that writes it after each answer>",
     )
