@@ -183,15 +183,12 @@ class Run:
 
     def _refuse_rivals(self, technique: Technique) -> None:
         """Refuse techniques whose cards can't be combined; some may come from a preset and some from the user."""
-        newest = chosen_of(technique)
-        acts = technique.overrides("optimizers") or technique.overrides("step") or (newest and newest.owned())
-        if acts and any(type(other) is type(technique) for other in self.techniques):
-            raise ConflictError(f"two {type(technique).__name__} in one run: drop one")
-        others = [other for other in [*self.techniques, self.strategy] if type(other) is not type(technique)]
+        others = [*self.techniques, self.strategy]
+        others = [other for other in others if type(other) is not type(technique)]  # `_require_sole` refuses those
         chosen = [each for each in map(chosen_of, [*others, technique]) if each is not None]
         for message in Configuration(techniques=tuple(chosen)).rivalries():
             raise ConflictError(message)
-        overfit = self.trainer.overfit_batches
+        overfit, newest = self.trainer.overfit_batches, chosen_of(technique)
         if overfit and newest is not None and "batches" in newest.owned():
             raise ConflictError(
                 f"{newest.choice} and overfit_batches={overfit}: its batches change with each epoch, so that"
@@ -201,6 +198,8 @@ class Run:
 
     def _require_sole(self, technique: Technique) -> None:
         name = type(technique).__name__
+        if any(type(other) is type(technique) for other in self.techniques):
+            raise ConflictError(f"two {name} in one run: drop one")
         kinds = {cls.__name__ for cls in type(self.strategy).__mro__}
         if "ParallelStrategy" in kinds:
             raise ConflictError(

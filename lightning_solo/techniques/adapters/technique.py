@@ -82,6 +82,8 @@ class Adapters(Technique, Settings):
         if not ctx.training:
             return
         refuse_callbacks(OPTION, frozenset({"layers", "trained_parameters"}), ctx.trainer.callbacks)
+        if any(isinstance(other, Adapters) and other is not self for other in ctx.techniques):
+            raise ConflictError("two Adapters in one run: drop one; a second fit trains another adapter_name")
         self.enter(ctx)
         assert self.config is not None
         flags = {name: p.requires_grad for name, p in base_tensors(ctx.module).items()}
