@@ -617,6 +617,7 @@ def fine_tuning_plans_table(result: dict[str, Any]) -> str:
     def largest(way: str, gibibytes: int) -> str:
         fitting = [
             f"{row['model']}, {row['needed_bytes'] / GiB:.1f} GiB"
+            + (f" and {row['host_bytes'] / GiB:.0f} on the host" if row["host_bytes"] else "")
             for row in result["plans"]
             if row["way"] == way and row["tokens"] == tokens and row["needed_bytes"] <= 0.95 * gibibytes * GiB
         ]
