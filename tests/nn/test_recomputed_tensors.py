@@ -158,10 +158,10 @@ class Other(Block):
 
     def __init__(self, change: Callable[[Tensor], Tensor], first: Callable[[Tensor], Tensor]) -> None:
         super().__init__(8)
-        self.ways = [first, change]
+        self.ways = first, change
 
     def forward(self, x: Tensor) -> Tensor:
-        self.ways = self.ways[::-1]  # a list, which isn't replayed
+        self.ways = self.ways[::-1]  # a tuple, which isn't replayed
         return super().forward(self.ways[1](x))
 
 
@@ -181,7 +181,7 @@ class ShorterTail(Block):
     """Saves fewer tensors at the end of its second forward, which backward doesn't ask for."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        self.runs = [*getattr(self, "runs", []), 1]
+        self.runs = (*getattr(self, "runs", ()), 1)
         x = super().forward(x).tanh()
         return x, MORE(x) if len(self.runs) == 1 else x
 
