@@ -5,7 +5,7 @@ sequence of 2,048 tokens. Blocks are recomputed, logits computed in chunks, and 
 an optimizer step on tensors without data; a model is said to fit if it leaves 5 % of the card's memory.
 
     pip install transformers peft bitsandbytes
-    python examples/plan_fine_tuning.py     # to examples/results/fine_tuning_plans.json, some minutes per large model
+    python examples/plan_fine_tuning.py     # to examples/results/fine_tuning_plans.json, half an hour
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def planned(model: str, presets: list[str], overrides: list[str], tokens: int = 
     dtype = torch.float32 if presets == WAYS["full"][0] else torch.bfloat16
     batch = torch.zeros(1, tokens, dtype=torch.int64)
     found = solo.plan(
-        partial(LanguageModel, model, dtype), batch, preset=presets, overrides=overrides, device="h200", host_memory=HOST,
-        timeout_s=7200, budget="1GiB",  # in which none fits, so that no other batch sizes are traced
+        partial(LanguageModel, model, dtype), batch, preset=presets, overrides=overrides, device="h200",
+        host_memory=HOST, timeout_s=7200, budget="1GiB",  # in which none fits: no other batch sizes are traced
     )  # fmt: skip
     return {
         "model": model, "tokens": tokens, "peak_bytes": found.peak_bytes, "needed_bytes": found.needed_bytes,
@@ -88,7 +88,7 @@ def planned(model: str, presets: list[str], overrides: list[str], tokens: int = 
 
 
 def main() -> None:
-    """Plan, and write the file after each plan; what is in it already is not planned again."""
+    """Plan, and write the file after each plan; rows of other ways stay in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     results = Path(__file__).parent / "results" / "fine_tuning_plans.json"
     parser.add_argument("--output", type=Path, default=results)
