@@ -611,13 +611,13 @@ def whole_ladder_table(result: dict[str, Any]) -> str:
 
 def fine_tuning_plans_table(result: dict[str, Any]) -> str:
     """Return the largest model that fits each card under each way of training, by its plans."""
-    ways = list(dict.fromkeys(row["way"] for row in result["plans"]))
+    ways = list(dict.fromkeys(row["way"] for row in result["plans"] if row["way"] != "qlora, smaller"))
     tokens = result["plans"][0]["tokens"]
 
     def largest(way: str, gibibytes: int) -> str:
         fitting = [
-            f"{row['model']}, {row['needed_bytes'] / GiB:.1f} GiB"
-            + (f" and {row['host_bytes'] / GiB:.0f} on the host" if row["host_bytes"] else "")
+            f"{row['model']}: {row['needed_bytes'] / GiB:.1f}"
+            + (f" + {row['host_bytes'] / GiB:.0f}" if row["host_bytes"] else "")
             for row in result["plans"]
             if row["way"] == way and row["tokens"] == tokens and row["needed_bytes"] <= 0.95 * gibibytes * GiB
         ]
@@ -625,8 +625,8 @@ def fine_tuning_plans_table(result: dict[str, Any]) -> str:
 
     rows = [[card, *(largest(way, size) for way in ways)] for card, size in result["cards"].items()]
     explained = (
-        f"Planned, not measured: the largest model that leaves 5 % of the card, and the memory that it needs, for one"
-        f" sequence of {tokens:,} tokens, blocks recomputed and logits in chunks."
+        f"Planned, not measured: the largest model that leaves 5 % of the card free, and the GiB that it needs (+ on the"
+        f" host), for one sequence of {tokens:,} tokens, blocks recomputed and logits in chunks."
     )
     return table(["card", *ways], rows) + note(result, result["command"], explained)
 

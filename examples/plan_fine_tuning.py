@@ -36,6 +36,7 @@ SHAPES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "70B": (128_256, 8192, 28_672, 80, 64, 8, False),
 }
 CHUNKS = ["+callback=chunked_cross_entropy", "callback.chunked_cross_entropy.chunk_tokens=256"]
+# embeddings in 8 bits, and compact states
 SMALLER = ["+callback=[chunked_cross_entropy,compact_states]", CHUNKS[1], "callback.quantized_base.embeddings=int8"]
 # name -> presets, overrides, models that are planned
 WAYS: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
@@ -43,7 +44,7 @@ WAYS: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
     "compact": (["compact_checkpointing"], CHUNKS, ("1B", "3B", "8B", "14B")),
     "adapters": (["adapters", "checkpointing"], [*CHUNKS, "precision=bf16-mixed"], tuple(SHAPES)),
     "qlora": (["qlora"], CHUNKS, tuple(SHAPES)),
-    "qlora, embeddings in 8 bits, compact states": (["qlora"], SMALLER, ("8B", "14B", "32B", "70B")),
+    "qlora, smaller": (["qlora"], SMALLER, ("8B", "14B", "32B", "70B")),
     "qlora_streamed": (["qlora_streamed"], CHUNKS, tuple(SHAPES)),
 }
 CARDS = {"8 GB": 8, "12 GB": 12, "16 GB": 16, "24 GB": 24, "32 GB": 32, "48 GB": 48, "80 GB": 80, "141 GB": 131}

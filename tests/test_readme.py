@@ -27,7 +27,7 @@ def test_it_is_read_in_three_minutes() -> None:
 
 
 def test_tables_are_those_of_the_files() -> None:
-    assert len(TABLES.MARK.findall(README)) == README.count("<!-- table:") == 1
+    assert len(TABLES.MARK.findall(README)) == README.count("<!-- table:") == 2
     assert TABLES.render(README) == README
 
 
