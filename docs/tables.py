@@ -625,8 +625,8 @@ def fine_tuning_plans_table(result: dict[str, Any]) -> str:
 
     rows = [[card, *(largest(way, size) for way in ways)] for card, size in result["cards"].items()]
     explained = (
-        f"Planned, not measured: the largest model that leaves 5 % of the card free, and the GiB that it needs (+ on the"
-        f" host), for one sequence of {tokens:,} tokens, blocks recomputed and logits in chunks."
+        f"Planned, not measured: the largest model that leaves 5 % of the card free, and the GiB that it needs (+ on"
+        f" the host), for one sequence of {tokens:,} tokens, blocks recomputed and logits in chunks."
     )
     return table(["card", *ways], rows) + note(result, result["command"], explained)
 
