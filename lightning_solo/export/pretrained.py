@@ -99,8 +99,9 @@ def export_pretrained(
         trained.words = Words(Path(tokenizer))
     with _written(folder) as new:
         if format == "adapter":
+            has_own_words = trained.words.new_tokens or trained.words.chat_template or tokenizer is not None
             lines = write_adapter(trained, new, None if dtype is None else TYPES[dtype])
-            lines += write_tokenizer(trained.words, new) if trained.words.new_tokens or tokenizer is not None else []
+            lines += write_tokenizer(trained.words, new) if has_own_words else []
             lines += _compared_by_peft(trained, new)
         elif programs is None:
             lines = write_model(trained, new, dtype, base, shard_size)
@@ -204,7 +205,8 @@ def _compared_by_peft(trained: TrainedModel, folder: Path) -> list[str]:
         return []
     largest = _largest(before, after)
     line = (
-        f"logits of the base with the adapter, as peft loads it: largest difference {largest:.1e} of the largest logit"
+        "logits of the base's own weights with the adapter, here and as peft loads it: largest difference"
+        f" {largest:.1e} of the largest logit"
     )
     wrong = largest > NOTICED and (trained.originals or not trained.formats)
     return [line + ("; this peft loads it otherwise than it was trained: write --format hf" if wrong else "")]

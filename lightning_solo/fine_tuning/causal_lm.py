@@ -11,6 +11,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -145,15 +146,32 @@ class FromFolder(L.LightningModule):
                 f"the weights of {self.path} are frozen, so nothing is trained; write solo=qlora, or another preset"
                 " with adapters"
             )
+        self._check_new_parts()
         groups: list[dict[str, Any]] = [
             {"params": [p for p in trained if p.dim() >= 2]},
             {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
         ]
         optimizer = self.optimizer([group for group in groups if group["params"]])
-        factor = partial(
-            warmup_cosine, warmup_steps=self.warmup_steps, total_steps=self.trainer.estimated_stepping_batches
-        )
+        steps = self.trainer.estimated_stepping_batches
+        if steps <= self.warmup_steps:
+            rank_zero_warn(
+                f"model.warmup_steps={self.warmup_steps}: the run has {steps:.0f} steps, so the learning rate never"
+                f" reaches its full height; write model.warmup_steps={round(steps) // 10}"
+            )
+        factor = partial(warmup_cosine, warmup_steps=self.warmup_steps, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    def _check_new_parts(self) -> None:
+        """Refuse to freeze what the folder lacks, which would stay random and be in no checkpoint."""
+        new = {id(p) for p in getattr(self.model, "newly_initialised", ())}
+        frozen = {
+            name.rpartition(".")[0] for name, p in self.model.named_parameters() if id(p) in new and not p.requires_grad
+        }
+        if parts := sorted(name.removesuffix(".base_layer") for name in frozen if not name.endswith("original_module")):
+            raise PresetError(
+                f"{self.path} has no weights for {', '.join(parts)}, which adapters freeze; write"
+                f" solo.callback.adapters.modules_to_save=[{','.join(parts)}], so that they are trained"
+            )
 
     def _log_mean(self, stage: str, loss: Tensor, weight: Tensor | int, batch_size: int) -> None:
         metric = cast(MeanMetric, self.losses[stage])

@@ -73,7 +73,7 @@ class ChatData(MappedRows):
 
     def tokenize(self, tokenizer: Any, written: Written) -> None:
         """Add the rows that can be used, and count the others."""
-        conversations, report = Conversations(tokenizer), written.report
+        conversations, report = Conversations(tokenizer, self.new_tokens), written.report
         for row in read_rows(self.path, written.bad):
             try:
                 encoded = encoded_row(row.value, conversations)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -45,12 +45,14 @@ class Conversations:
 
     Args:
         tokenizer: of transformers.
+        new_tokens: the user's own tokens, which conversations may have.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, new_tokens: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         added = {id_: token for id_, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         self._special = {token.content for token in added.values() if token.special} | {*tokenizer.all_special_tokens}
+        self._special -= {*new_tokens}
         self._added = {id_: token.content for id_, token in added.items()}
         self._chosen: dict[bool, str] = {}
 

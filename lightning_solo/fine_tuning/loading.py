@@ -103,7 +103,8 @@ def load(
         quantized: format of frozen linear weights ("nf4", "int8"), which are cached as mapped files; None for none.
         unused: patterns of names of tensors in the files that the model may lack.
         new_head: whether parameters outside the base model, and its pooler, may be missing or of another shape, and are
-            initialised then; and whether such tensors of the files are left out. They are named in a line.
+            initialised then; and whether such tensors of the files are left out. They are named in a line, and the
+            model's ``newly_initialised`` has them.
 
     Raises:
         CheckpointError: a file is missing or damaged; a parameter has no tensor, or one of another shape; or a tensor
@@ -141,10 +142,12 @@ def load(
     place = {name: stored.file.name for name, stored in tensors.items()}
     missing, strange = info["missing_keys"], info["unexpected_keys"]
     mismatched = {name: shapes for name, *shapes in info["mismatched_keys"]}
+    model.newly_initialised = []
     if new_head:
         base = f"{model.base_model_prefix}."
         apart = {n for n in (*missing, *strange, *mismatched) if not n.startswith(base) or ".pooler." in n}
         new, left = apart & {*missing, *mismatched}, apart & {*strange}
+        model.newly_initialised = [p for name, p in model.named_parameters() if name in new]
         if apart:
             without = f"; of the files is left out: {', '.join(sorted(left))}" if left else ""
             rank_zero_info(f"{folder.name}: initialised is {', '.join(sorted(new)) or 'nothing'}{without}")

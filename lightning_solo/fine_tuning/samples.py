@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from lightning_solo.data.tokenizers import tokenizer_of
+from lightning_solo.export.generation_files import end_of_answer
 
 FILE = "samples.jsonl"
 """File in the run's folder with a line per sample."""
@@ -33,13 +34,14 @@ def answer(model: Any, tokenizer: Any, ids: Sequence[int], max_tokens: int, stre
 
     Args:
         model: of transformers, with ``generate``.
-        tokenizer: its tokenizer, whose end token ends the answer as the model's own ones do.
+        tokenizer: its tokenizer, whose end token and end of an answer in the chat template end the answer, as the
+            model's own ends do.
         ids: the prompt's tokens.
         max_tokens: tokens to generate at most.
         streamer: an object of transformers that gets each token at once.
     """
     own = model.generation_config.eos_token_id
-    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id} - {None}
+    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, end_of_answer(tokenizer)} - {None}
     modes = {part: part.training for part in model.modules()}
     device = next(model.parameters()).device
     prompt = torch.tensor([list(ids)], device=device)

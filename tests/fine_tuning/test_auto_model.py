@@ -117,14 +117,24 @@ def test_adapters_train_a_head_that_is_saved_whole(model_folder: Folder, tmp_pat
     folder = model_folder("Bert", "ForMaskedLM")
     data = data_of(folder, rows_of(tmp_path, "sequence_classification"), "sequence_classification")
     module = HFAuto(str(folder), "sequence_classification")
-    adapters = solo.callbacks.Adapters(r=2, targets=["query", "value"], modules_to_save=["classifier"])
+    adapters = solo.callbacks.Adapters(r=2, targets=["query", "value"], modules_to_save=["pooler.dense", "classifier"])
     trainer = make_trainer(L, callbacks=[adapters])
     trainer.fit(module, data)
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert checkpoint["hyper_parameters"]["labels"] == ["dogs", "foxes"]
-    assert any("classifier" in name for name in checkpoint["state_dict"])
+    for part in ("classifier", "pooler"):
+        assert any(part in name for name in checkpoint["state_dict"])
     assert not any("embeddings" in name for name in checkpoint["state_dict"])
+
+
+def test_new_parts_that_adapters_freeze_are_refused(model_folder: Folder, tmp_path: Path, make_trainer: Make) -> None:
+    folder = model_folder("Bert", "ForMaskedLM")
+    data = data_of(folder, rows_of(tmp_path, "sequence_classification"), "sequence_classification")
+    module = HFAuto(str(folder), "sequence_classification")
+    adapters = solo.callbacks.Adapters(r=2, targets=["query"], modules_to_save=["classifier"])
+    with pytest.raises(PresetError, match=mentions("bert.pooler.dense", "modules_to_save=[bert.pooler.dense]")):
+        make_trainer(L, callbacks=[adapters]).fit(module, data)
 
 
 def test_plan_has_room_for_any_label(model_folder: Folder) -> None:

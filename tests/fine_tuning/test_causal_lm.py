@@ -77,6 +77,12 @@ def test_learning_rate_rises_and_falls_and_vectors_do_not_decay(model_folder: Fo
     assert all(p.dim() == 1 for p in vectors["params"])
 
 
+def test_warm_up_that_is_longer_than_the_run_is_warned_of(model_folder: Folder, make_trainer: Make) -> None:
+    optimizer = partial(torch.optim.AdamW, lr=1e-3)
+    with pytest.warns(UserWarning, match=mentions("model.warmup_steps=1000", "never", "write model.warmup_steps=")):
+        trained(model_folder("Llama"), make_trainer, optimizer=optimizer, module={"warmup_steps": 1000})
+
+
 # --- parity ---
 
 

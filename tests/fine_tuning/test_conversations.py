@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_solo.data.tokenizers import PLAIN_TEMPLATE
+from lightning_solo.data.tokenizers import PLAIN_TEMPLATE, add_tokens
 from lightning_solo.errors import PresetError
 from lightning_solo.fine_tuning.conversations import Conversations, Encoded
 from lightning_solo.fine_tuning.rows import RowError
@@ -259,6 +259,15 @@ def test_rows_that_are_no_conversation_are_refused_by_message() -> None:
     with pytest.raises(RowError, match=mentions("roles must alternate")) as caught:
         by_template(LLAMA).encode([user("a"), user("b"), answer("c")])
     assert caught.value.reason == "refused by the template"
+
+
+def test_new_tokens_of_the_user_may_be_in_conversations() -> None:
+    chat, tokens = [user("a"), answer("b<|call|>")], add_tokens(own := copy.deepcopy(tokenizer()), ["<|call|>"])
+    own.chat_template = CHATML
+    with pytest.raises(RowError, match=mentions("<|call|>")):
+        Conversations(own).encode(chat)
+    encoded = Conversations(own, ["<|call|>"]).encode(chat)
+    assert encoded.trained[encoded.ids.index(*tokens)]
 
 
 def test_contents_of_several_texts_are_joined() -> None:

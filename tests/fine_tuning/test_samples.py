@@ -56,6 +56,19 @@ def test_answer_ends_at_the_end_of_the_turn(model_folder: Folder) -> None:
     assert answer(module.model, tokenizer, [5, 6, 7], 6) == free[: free.index(free[2]) + 1]
 
 
+def test_answer_ends_where_the_chat_template_ends_one(model_folder: Folder) -> None:
+    module = HFCausalLM(str(model_folder("Llama")))
+    module.configure_model()
+    tokenizer = tokenizer_of(module.path)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    module.model.generation_config.eos_token_id = None
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(9)  # as base models have another one than the template
+    head = torch.zeros_like(module.model.lm_head.weight)
+    head[end] = module.model.model(torch.tensor([[5, 6, 7]])).last_hidden_state[0, -1].detach()  # its likeliest token
+    module.model.lm_head.weight = torch.nn.Parameter(head)
+    assert answer(module.model, tokenizer, [5, 6, 7], 6) == [end]
+
+
 def test_prompts_of_rows_end_before_their_first_label() -> None:
     rows = Rows().rows[:2]
     batch = padded(rows)
