@@ -305,7 +305,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "export/trained_models.py": 12,
         "export/weights.py": 5,
         "fine_tuning/auto_model.py": 2,
-        "fine_tuning/causal_lm.py": 5,
+        "fine_tuning/causal_lm.py": 6,
         "fine_tuning/chat.py": 3,
         "fine_tuning/conversations.py": 19,
         "fine_tuning/data_report.py": 2,

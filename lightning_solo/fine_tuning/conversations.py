@@ -155,7 +155,13 @@ class Conversations:
             ends.append(last)
         if not ends:
             raise self._no_end(answers[-1])
-        prefixes = all(prompt is not None and text.startswith(prompt) for prompt in prompts)
+        prefixes = True  # whether each answer begins where the prompt for it ends
+        for n, prompt in zip(answers, prompts, strict=True):
+            holds = prompt is not None and text.startswith(prompt)
+            length = len(prefix := self._tokens(prompt or ""))
+            if holds and ids[:length] != prefix:
+                raise _joined(n)
+            prefixes &= holds and length < len(ids) and trained[length] and not (length and trained[length - 1])
         return Encoded(ids, trained, ends, len(answers), prefixes)
 
     def _by_prefixes(self, messages: list[dict[str, Any]], tools: Any, answers: list[int], text: str) -> Encoded:
@@ -168,12 +174,7 @@ class Conversations:
             if prompt is None or not text.startswith(prompt):
                 raise _no_prefix(n)
             if ids[: len(prefix)] != prefix:
-                raise RowError(
-                    "joined tokens",
-                    f"messages[{n}]: a token has the end of the prompt and the start of this answer, which would begin"
-                    " otherwise in generation; remove white space at its start, or write data.chat_template=<a file"
-                    " with generation tags>",
-                )
+                raise _joined(n)
             starts.append((len(prompt), len(prefix)))
         following = [*starts[1:], (len(text), len(ids))]
         for n, (begin, first), (until, limit) in zip(answers, starts, following, strict=True):
@@ -402,6 +403,15 @@ def _tail(message: Mapping[str, Any]) -> str:
 def _begins(message: Mapping[str, Any], answer: str) -> bool:
     text = str(message["content"]).strip()
     return not text or answer.lstrip().startswith(text[:TAIL])
+
+
+def _joined(n: int) -> RowError:
+    return RowError(
+        "joined tokens",
+        f"messages[{n}]: a token has the end of the prompt and the start of this answer, which would begin otherwise in"
+        " generation; remove white space at the start of the answer, or write data.chat_template=<a file whose prompt"
+        " for an answer doesn't end with white space>",
+    )
 
 
 def _no_prefix(n: int) -> RowError:

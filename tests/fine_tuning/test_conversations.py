@@ -293,13 +293,19 @@ def test_template_that_writes_no_prompt_is_refused_unless_the_answer_comes_first
         by_template(CHATML.removesuffix(ASK)).encode(CHAT)
 
 
-def test_tokens_that_span_prompt_and_answer_are_refused() -> None:
+@pytest.mark.parametrize("tags", [False, True])
+def test_tokens_that_span_prompt_and_answer_are_refused(tags: bool) -> None:
     """The prompt ends in a space, which the whole text has within the answer's first token."""
+    answered = "{{ message['content'] + eos_token }}"
+    if tags:
+        answered = "{% generation %}" + answered + "{% endgeneration %}"
     spaced = (
-        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
+        "{% for message in messages %}{{ message['role'] + ': ' }}{% if message['role'] == 'assistant' %}"
+        + answered
+        + "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
-    with pytest.raises(RowError, match=mentions("messages[1]", "generation tags")) as caught:
+    with pytest.raises(RowError, match=mentions("messages[1]", "doesn't end with white space")) as caught:
         by_template(spaced).encode([user("a"), answer("is")])
     assert caught.value.reason == "joined tokens"
 
