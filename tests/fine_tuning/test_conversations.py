@@ -305,7 +305,7 @@ def test_tokens_that_span_prompt_and_answer_are_refused(tags: bool) -> None:
         + "{% else %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
-    with pytest.raises(RowError, match=mentions("messages[1]", "doesn't end with white space")) as caught:
+    with pytest.raises(RowError, match=mentions("messages[1]", "write data.chat_template=")) as caught:
         by_template(spaced).encode([user("a"), answer("is")])
     assert caught.value.reason == "joined tokens"
 
