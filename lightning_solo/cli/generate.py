@@ -56,6 +56,8 @@ def best_of(last: Path) -> Path:
 
     states = read(last, inert=True).get("callbacks", {}).values()
     named = [Path(state["best_model_path"]).name for state in states if state.get("best_model_path")]
-    if not named or not last.with_name(named[0]).is_file():
-        raise CheckpointError(f"{last}: its best checkpoint {named[0] if named else ''} isn't there; drop --best")
+    if not named:
+        raise CheckpointError(f"{last}: its run has kept no best checkpoint; drop --best")
+    if not last.with_name(named[0]).is_file():
+        raise CheckpointError(f"{last}: its best checkpoint {named[0]} isn't there; drop --best")
     return last.with_name(named[0])
