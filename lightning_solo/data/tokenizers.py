@@ -53,7 +53,7 @@ def tokenizer_of(folder: str | Path, chat_template: str | None = None, new_token
 
 
 def add_tokens(tokenizer: Any, new_tokens: Sequence[str]) -> dict[int, list[int]]:
-    """Add tokens to a tokenizer; return the id of each -> the tokens that stood for its text before.
+    """Add tokens to a tokenizer; return a mapping from the id of each to the tokens that its text had before.
 
     A text that is a token already is left out.
     """

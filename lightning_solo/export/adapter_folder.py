@@ -48,14 +48,14 @@ def write_adapter(trained: TrainedModel, folder: Path, dtype: torch.dtype | None
     if trained.formats:
         kinds = " and ".join(sorted(set(trained.formats.values())))
         lines.append(
-            f"the adapter was trained on weights in {kinds}, and gives somewhat other answers on the 16-bit base; load"
+            f"the adapter was trained on weights in {kinds}, and answers somewhat differently on the 16-bit base; load"
             " the base in the same format, or write --format hf, which adds it to the dequantized weights"
         )
     return lines
 
 
 def adapter_tensors(trained: TrainedModel, config: AdapterConfig) -> dict[str, Tensor]:
-    """Return key, as peft names it -> weight."""
+    """Return the weights by their keys, as peft names them."""
     model = trained.model
     tensors = {_key(key): p.detach() for key, p in adapter_parameters(model, config.name).items()}
     if config.method == "pissa":

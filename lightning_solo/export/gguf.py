@@ -21,7 +21,7 @@ _BUILD = "cmake -S llama.cpp -B llama.cpp/build && cmake --build llama.cpp/build
 
 
 class LlamaCpp(NamedTuple):
-    """The converter, and the program that quantizes; None without one."""
+    """The paths of the converter and of the program that quantizes, which is None if none was asked for."""
 
     convert: Path
     quantize: Path | None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError, listed
+from lightning_solo.export.trained_models import quiet
 from lightning_solo.machine import is_installed
 from lightning_solo.nn.quantized_loading import load_quantized, open_files, weight_files
 
@@ -125,7 +126,7 @@ def load(
     files = weight_files(folder)
     with ExitStack() as stack:
         tensors = open_files(files, stack)
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())
         try:
             model, info = getattr(transformers, auto).from_pretrained(
                 folder,
@@ -177,20 +178,3 @@ def _built(auto: Any, config: Any, dtype: str) -> nn.Module:
     own = getattr(config, "dtype", None) or torch.float32
     model: nn.Module = auto.from_config(config, dtype=own if dtype == "auto" else getattr(torch, dtype))
     return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' report and progress bar: errors say what is wrong."""
-    from transformers.utils import logging as transformers_logging
-
-    logging: Any = transformers_logging
-    verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bar:
-            logging.enable_progress_bar()

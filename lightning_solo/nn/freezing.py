@@ -79,7 +79,7 @@ def matching(names: Iterable[str], patterns: Sequence[str], option: str) -> set[
 
 
 def frozen_parts(module: nn.Module) -> list[str]:
-    """Return the qualified names of the parts of which no parameter is trained, outermost only."""
+    """Return the qualified names of the outermost parts without a trained parameter."""
     frozen: list[str] = []
     for name, part in module.named_modules():
         flags = [p.requires_grad for p in part.parameters()]

@@ -59,7 +59,7 @@ class FrozenStreaming(Technique, Settings):
             join(self, trainer)
 
     def transform(self, ctx: Run) -> None:
-        """Make the blocks load their weights, which stay on the host as the module moves to the device.
+        """Keep the blocks' weights on the host while the module moves to the device; each block loads its own.
 
         Raises:
             ConflictError: a block is compiled, alone or with others; or there are two of these techniques.
