@@ -15,12 +15,11 @@ from lightning_solo.nn import adapter_merging
 from lightning_solo.nn.adaptation import AdapterConfig, adapter_names, insert, renamed_key
 from lightning_solo.nn.adapter_weights import (
     RECORD,
-    base_samples,
+    base_record,
     load_adapter_weights,
     refuse_other_base,
     require_modules,
     round_base,
-    rounding_summary,
 )
 from lightning_solo.optim import checkpoint_masters
 
@@ -75,8 +74,8 @@ def load_adapters(module: nn.Module, path: str | Path, name: str | None = None) 
             f"the module has an adapter {config.name!r} already; write load_adapters(module, path, name='another')"
         )
     require_modules(module, config)
-    refuse_other_base(base_samples(module, config), checkpoint[RECORD]["base"])
+    refuse_other_base(base_record(module, config), checkpoint[RECORD]["base"])
     insert(module, config)
     load_adapter_weights(module, config, weights)
-    if rounded := round_base(module, checkpoint[RECORD]["base"]):
-        rank_zero_info(rounding_summary(rounded))
+    if line := round_base(module, checkpoint[RECORD]["base"]):
+        rank_zero_info(line)

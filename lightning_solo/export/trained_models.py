@@ -34,9 +34,8 @@ from lightning_solo.nn.adaptation import (
 from lightning_solo.nn.adapted import plain_modules
 from lightning_solo.nn.adapter_weights import (
     RECORD,
-    base_samples,
+    base_record,
     load_adapter_weights,
-    plain_that_were_rounded,
     refuse_other_base,
     require_modules,
     trained_keys,
@@ -296,22 +295,14 @@ def _of_checkpoint(source: Path, folder: Path | None, widest: torch.dtype | None
     config = _without_prefix(config, prefix)
     own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
     require_modules(model, config)
-    base = _stripped(record["base"], prefix)
-    if base is not None and (ours := base_samples(model, config)) is not None:
-        refuse_other_base(ours, {**base, "names": ours["names"]})  # the module may have had other parts
+    ours = base_record(model, config) or {}
+    base = {key.removeprefix(prefix): each for key, each in (record["base"] or {}).items() if key.startswith(prefix)}
+    base = {key: each for key, each in base.items() if key in ours}  # the module may have had other parts
+    refuse_other_base({key: ours[key] for key in base}, base)
     trained = TrainedModel(model, folder=folder, words=words, notes=notes)
     trained.insert(config, own)
-    if base is not None:
-        _round(trained, base, options.get("dtype"))
+    _round(trained, base, options.get("dtype"))
     return trained
-
-
-def _stripped(base: Mapping[str, Any] | None, prefix: str) -> dict[str, Any] | None:
-    """Return what identifies a base, by the names of the model."""
-    if base is None:
-        return None
-    tables = {name: base.get(name, {}) for name in ("checksums", "rounded")}
-    return {name: {key.removeprefix(prefix): v for key, v in table.items()} for name, table in tables.items()}
 
 
 def _round(trained: TrainedModel, base: Mapping[str, Any], loaded_as: str | None) -> None:
@@ -319,27 +310,16 @@ def _round(trained: TrainedModel, base: Mapping[str, Any], loaded_as: str | None
 
     Args:
         trained: with the adapter.
-        base: of the adapter, as `base_samples` returns it.
+        base: what identifies the adapter's base, from `base_record`.
         loaded_as: type of the weights before they were rounded, if it wasn't that of the files.
-
-    Raises:
-        CheckpointError: most of them aren't those on which the adapter was trained.
     """
     tensors = base_tensors(trained.model)
-    trained.formats = {name: form for name, (form, _) in base["rounded"].items() if name in tensors}
+    trained.formats = {name: each["format"] for name, each in base.items() if each["format"] is not None}
     trained.originals = {name: tensors[name].data for name in trained.formats}
     for name, form in trained.formats.items():
         weight = tensors[name]
         first = weight.data.to(getattr(torch, str(loaded_as), weight.dtype))
         weight.data = quantized(first, form).dequantized(weight.dtype)
-    if other := plain_that_were_rounded(trained.model, base):
-        if 2 * len(other) > len(trained.formats):
-            raise CheckpointError(
-                f"the adapter was trained on other values in {listed(other)}; write --base-folder FOLDER"
-            )
-        trained.notes.append(
-            f"{listed(other)}: this processor rounds them a little otherwise than that of the training"
-        )
 
 
 def _base_of(path: Path, options: Mapping[str, Any]) -> Path:

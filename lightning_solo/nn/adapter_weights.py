@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import zlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +19,19 @@ from lightning_solo.nn.adaptation import (
     whole_parameters,
 )
 from lightning_solo.nn.adapted import plain_modules
-from lightning_solo.nn.quantized import QuantizedWeight, quantized, weights_in
+from lightning_solo.nn.quantized import quantized, weights_in
 
 RECORD = "adapter"
 """Key of a checkpoint under which the adapter's configuration and what identifies its base are stored."""
 SAMPLES = 16
-"""Values of each weight that the hash of a base covers."""
+"""Values of each weight that are recorded of a base."""
+BOUNDS = {None: 0.0, "int8": 0.03, "nf4": 0.5}
+"""Format of a weight -> bound of the relative difference between its samples before and after rounding.
+
+Rounding changes them by about 0.009 and 0.09, and on another processor by much less than that; another base by more
+than 1.
+"""
+Record = dict[str, dict[str, Any]]
 
 
 def trained_keys(module: nn.Module, config: AdapterConfig, keys: Iterable[str]) -> list[str]:
@@ -81,110 +87,105 @@ def load_adapter_weights(
     return [key for key in weights if key in buffers]
 
 
-def refuse_other_base(base: Mapping[str, Any] | None, saved: Mapping[str, Any] | None) -> None:
+def refuse_other_base(base: Record | None, saved: Record | None) -> None:
     """Refuse an adapter of other weights than the module has.
 
-    Weights that were in 4 or 8 bits while the adapter was trained may have their numbers from before, or the rounded.
+    Weights in 4 or 8 bits, here or when the adapter was trained, may differ by as much as rounding changes them, since
+    processors round a little differently.
+
+    Args:
+        base: of the module, from `base_record`.
+        saved: of the module whose adapter it is.
 
     Raises:
         CheckpointError: names, shapes or values differ; the message names the first weights that do.
     """
     if base is None or saved is None:
         return
-    rounded, checksums = saved.get("rounded", {}), base["checksums"]
-    right = {key: {checksum, *rounded.get(key, ())[1:]} for key, checksum in saved["checksums"].items()}
-    other = [key for key, checksum in checksums.items() if checksum not in right.get(key, {checksum})]
-    other += [key for key, each in base["rounded"].items() if each != rounded.get(key, each)]
-    if other or base["names"] != saved["names"]:
-        now, before = {*checksums, *base["rounded"]}, {*saved["checksums"], *rounded}
-        why = (
-            f"other values in {listed(other)}"
-            if other
-            else f"other weights ({listed(sorted(now ^ before)) or 'shapes'})"
-        )
+    none: dict[str, Any] = {"shape": None}
+    other = [key for key in {**base, **saved} if base.get(key, none)["shape"] != saved.get(key, none)["shape"]]
+    kind = "weights: "
+    if not other:
+        other, kind = [key for key in base if _differ(base[key], saved[key])], "values in "
+    if other:
         raise CheckpointError(
-            f"the adapter was trained on a module with {why}: load the same base into the module before its adapter."
-            " A module into which adapters were merged is no longer that base: build it anew"
+            f"the adapter was trained on a module with other {kind}{listed(other)}; load the same base into the module"
+            " before its adapter. A module into which adapters were merged is no longer that base: build it anew"
         )
 
 
-def base_samples(module: nn.Module, config: AdapterConfig) -> dict[str, Any] | None:
-    """Return what identifies the frozen weights: a hash of names and shapes, and a checksum of values of each weight.
+def _differ(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    bound = max(BOUNDS[each["format"]] for each in (ours, theirs))
+    return bool(ours["values"] and theirs["values"]) and _distance(ours["values"], theirs["values"]) > bound
 
-    Values are rounded to bf16 first, so that a base in bf16 is the same as the one in fp32 that it was rounded from.
-    Weights that are trained have no checksum, nor those that PiSSA changes.
+
+def base_record(module: nn.Module, config: AdapterConfig) -> Record | None:
+    """Return what identifies the frozen weights; None for a module without values.
 
     Returns:
-        ``names``; ``checksums`` of plain weights; ``rounded``, format and checksum of each weight in 4 or 8 bits. None
-        for a module without values.
+        Qualified name without adapters -> ``shape``; ``format``, "nf4" or "int8" if the weight is in 4 or 8 bits, else
+        None; and ``values``, some of the weight's numbers, none if it is trained or PiSSA changes it.
     """
-    tensors, rounded = base_tensors(module), _quantized_tensors(module)
+    tensors = base_tensors(module)
     if any(p.is_meta or isinstance(p, FakeTensor) for p in tensors.values()):
         return None
-    unknown = {f"{name}.weight" for name in config.layers} if config.method == "pissa" else set()
-    unknown |= whole_parameters(module, config.modules_to_save).keys()
-    names = {key: tuple(each.shape) for part in (tensors, rounded) for key, each in part.items()}
-    text = ";".join(f"{key}{names[key]}" for key in sorted(names))
-    return {
-        "names": hashlib.sha256(text.encode()).hexdigest(),
-        "checksums": {key: _checksum(p) for key, p in sorted(tensors.items()) if key not in unknown},
-        "rounded": {key: each for key, each in rounded_samples(module).items() if key not in unknown},
+    changed = {f"{name}.weight" for name in config.layers} if config.method == "pissa" else set()
+    changed |= whole_parameters(module, config.modules_to_save).keys()
+    record: Record = {
+        key: {"shape": list(p.shape), "format": None, "values": _samples(p)} for key, p in tensors.items()
     }
+    record |= quantized_record(module)
+    return {key: {**each, "values": [] if key in changed else each["values"]} for key, each in record.items()}
 
 
-def rounded_samples(module: nn.Module) -> dict[str, list[Any]]:
-    """Return qualified name without adapters -> format and checksum of each weight that is in 4 or 8 bits."""
-    return {key: [w.format, _checksum(w.dequantized())] for key, w in _quantized_tensors(module).items()}
+def quantized_record(module: nn.Module) -> Record:
+    """Return the entries of `base_record` for weights in 4 or 8 bits, with their rounded values."""
+    return {
+        f"{name}.{own}" if name else own: {
+            "shape": list(weight.shape), "format": weight.format, "values": _samples(weight.dequantized())
+        }
+        for name, part in plain_modules(module)
+        for own, weight in weights_in(part).items()
+    }  # fmt: skip
 
 
-def plain_that_were_rounded(module: nn.Module, saved: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return name -> format of each plain weight that was in 4 or 8 bits while an adapter was trained, unless rounded.
+def unrounded(module: nn.Module, saved: Record | None) -> dict[str, str]:
+    """Return name -> format of each weight that an adapter was trained on in 4 or 8 bits, and that isn't rounded here.
 
     Args:
         module: possibly with the adapter.
-        saved: the base of the adapter, from `base_samples`.
+        saved: of the adapter's base, from `base_record`.
     """
-    tensors, rounded = base_tensors(module), (saved or {}).get("rounded", {})
+    tensors = base_tensors(module)
     return {
-        key: form for key, (form, checksum) in rounded.items() if key in tensors and _checksum(tensors[key]) != checksum
+        key: each["format"]
+        for key, each in (saved or {}).items()
+        if each["format"] is not None
+        and key in tensors
+        and _distance(_samples(tensors[key]), each["values"]) > BOUNDS[each["format"]] / 16
     }
 
 
 @torch.no_grad()
-def round_base(module: nn.Module, saved: Mapping[str, Any] | None) -> list[str]:
-    """Round weights as they were while an adapter was trained; return the names of those that weren't rounded before.
-
-    Raises:
-        CheckpointError: a rounded weight isn't the one on which the adapter was trained.
-    """
-    plain, tensors = plain_that_were_rounded(module, saved), base_tensors(module)
-    for key, form in plain.items():
+def round_base(module: nn.Module, saved: Record | None) -> str | None:
+    """Round weights as they were while an adapter was trained; return a line about it, None if none was to round."""
+    formats, tensors = unrounded(module, saved), base_tensors(module)
+    for key, form in formats.items():
         tensors[key].data = quantized(tensors[key].detach(), form).dequantized()
-    if wrong := plain_that_were_rounded(module, saved):
-        raise CheckpointError(
-            f"the adapter was trained on other values in {listed(wrong)}: load the same base before it"
-        )
-    return list(plain)
+    if not formats:
+        return None
+    return f"adapters: {len(formats)} weights are rounded as in the run that trained the adapter: {listed(formats)}"
 
 
-def rounding_summary(names: Sequence[str]) -> str:
-    """Return a line about what `round_base` returned."""
-    return f"adapters: {len(names)} weights are rounded as in the run that trained the adapter: {listed(names)}"
-
-
-def _quantized_tensors(module: nn.Module) -> dict[str, QuantizedWeight]:
-    return {
-        f"{name}.{own}" if name else own: weight
-        for name, part in plain_modules(module)
-        for own, weight in weights_in(part).items()
-    }
-
-
-def _checksum(weight: Tensor) -> int:
+def _samples(weight: Tensor) -> list[float]:
+    """Return values at equal distances, rounded to bf16: a base in bf16 is the one in fp32 that it was rounded from."""
     flat = weight.detach().reshape(-1)
     count = min(SAMPLES, flat.numel())
-    if count == 0:
-        return 0
     places = torch.arange(count, device=flat.device) * (flat.numel() - 1) // max(1, count - 1)
-    values = flat[places].to("cpu", torch.bfloat16).view(torch.int16)
-    return zlib.crc32(values.numpy().tobytes())
+    return flat[places].to(torch.bfloat16).tolist()
+
+
+def _distance(values: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the norm of a difference relative to that of the reference."""
+    change = math.dist(values, reference)
+    return change and change / max(math.hypot(*reference), 1e-30)

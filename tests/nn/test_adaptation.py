@@ -441,28 +441,26 @@ def test_of_several_adapters_one_acts_and_is_trained() -> None:
 def test_other_base_is_refused_by_the_name_of_its_weight() -> None:
     module = made(lambda: Classifier(2, WIDTH))
     chosen = config(module)
-    saved = adapter_weights.base_samples(module, chosen)
+    saved = adapter_weights.base_record(module, chosen)
     rounded = copy.deepcopy(module).to(torch.bfloat16)
-    adapter_weights.refuse_other_base(adapter_weights.base_samples(rounded, chosen), saved)
+    adapter_weights.refuse_other_base(adapter_weights.base_record(rounded, chosen), saved)
     small = copy.deepcopy(module).requires_grad_(False)
     quantize(small.blocks[0].up, {"weight": quantized(small.blocks[0].up.weight, "int8")})
     other_bits = copy.deepcopy(small)
-    in_8_bits = adapter_weights.base_samples(small, chosen)
+    in_8_bits = adapter_weights.base_record(small, chosen)
     adapter_weights.refuse_other_base(in_8_bits, saved)
     adapter_weights.refuse_other_base(in_8_bits, in_8_bits)
-    other_bits.blocks[0].up.weight = -small.blocks[0].up.weight
+    other_bits.blocks[0].up.weight = torch.randn_like(small.blocks[0].up.weight)
     with pytest.raises(CheckpointError, match=mentions("blocks.0.up.weight", "same base")):
-        adapter_weights.refuse_other_base(adapter_weights.base_samples(other_bits, chosen), in_8_bits)
+        adapter_weights.refuse_other_base(adapter_weights.base_record(other_bits, chosen), in_8_bits)
     put_in(module)
-    adapter_weights.refuse_other_base(adapter_weights.base_samples(module, chosen), saved)
+    adapter_weights.refuse_other_base(adapter_weights.base_record(module, chosen), saved)
     adaptation.plain(module.blocks[1].down).weight.data += 1
     with pytest.raises(CheckpointError, match=mentions("blocks.1.down.weight", "same base")):
-        adapter_weights.refuse_other_base(adapter_weights.base_samples(module, chosen), saved)
+        adapter_weights.refuse_other_base(adapter_weights.base_record(module, chosen), saved)
     other = made(lambda: Classifier(3, WIDTH))
-    with pytest.raises(CheckpointError, match="other weights"):
-        adapter_weights.refuse_other_base(
-            {**adapter_weights.base_samples(other, config(other)), "checksums": {}}, saved
-        )
+    with pytest.raises(CheckpointError, match=mentions("other weights", "blocks.2.up.weight")):
+        adapter_weights.refuse_other_base(adapter_weights.base_record(other, config(other)), saved)
 
 
 def test_weights_that_are_missing_or_unknown_are_refused() -> None:

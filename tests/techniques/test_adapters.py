@@ -19,7 +19,7 @@ from lightning_solo.nn import adaptation
 from lightning_solo.nn.adaptation import plain_key
 from lightning_solo.nn.adapted import plain
 from lightning_solo.nn.adapter_merging import remove_adapters
-from lightning_solo.nn.quantized import quantize, quantized
+from lightning_solo.nn.quantized import QuantizedWeight, quantize, quantized
 from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
@@ -376,6 +376,37 @@ def test_adapter_of_a_base_in_8_bits_is_continued_on_that_base(make_trainer: Mak
     with pytest.raises(CheckpointError, match=mentions("net.blocks.0.up.weight", "same base")):
         load_adapters(other, tmp_path / "a.ckpt")
     assert torch.equal(other.net.blocks[0].up.weight, -plain_weight)
+
+
+def rounded_elsewhere(weight: Tensor, format: str, *args: Any) -> QuantizedWeight:
+    """Return a quantized weight as another processor may round it: a few codes and all scales are a little off."""
+    made = quantized(weight, format, *args)
+    made.codes.view(-1)[::100] ^= 1
+    made.scales.view(torch.float32).mul_(1.0001)
+    return made
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_adapter_of_a_base_that_another_processor_rounded_is_loaded(
+    format: str, make_trainer: Make, tmp_path: Path, monkeypatch: Any
+) -> None:
+    class Save(L.Callback):
+        def on_train_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    monkeypatch.setattr("lightning_solo.techniques.quantized_base.technique.quantized", rounded_elsewhere)
+    fit(make_trainer, Adapters(r=4), QuantizedBase(format), Save())
+    load_adapters(module := module_of(), tmp_path / "a.ckpt")
+    base = plain(module.net.blocks[0].up).weight
+    assert torch.equal(base, quantized(module_of().net.blocks[0].up.weight, format).dequantized())
+    (result,) = make_trainer(L).test(module, loader(2, width=WIDTH), verbose=False)
+    fitted = module_of()
+    trainer = make_trainer(L, callbacks=[Adapters(r=4), QuantizedBase(format)])
+    (other,) = trainer.test(fitted, loader(2, width=WIDTH), ckpt_path=tmp_path / "a.ckpt", weights_only=True)
+    assert result["test/loss"] == pytest.approx(other["test/loss"])
+    torch.manual_seed(1)
+    with pytest.raises(CheckpointError, match=mentions("net.blocks.0.up.weight", "same base")):
+        load_adapters(classification(L, Classifier(2, WIDTH)), tmp_path / "a.ckpt")
 
 
 def test_adapters_of_a_checkpoint_are_loaded_beside_others(make_trainer: Make, tmp_path: Path) -> None:

@@ -14,11 +14,10 @@ from lightning_solo.nn.adapter_targets import OPTION
 from lightning_solo.nn.adapter_weights import (
     RECORD,
     load_adapter_weights,
-    plain_that_were_rounded,
     refuse_other_base,
     round_base,
-    rounding_summary,
     trained_keys,
+    unrounded,
 )
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -99,8 +98,8 @@ class AdapterCheckpoint(Checkpoint):
             )
         refuse_other_base(technique.base, record["base"])
         module = self._ctx.module
-        if not self._ctx.training and (rounded := round_base(module, record["base"])):
-            self._ctx.info(rounding_summary(rounded))
+        if not self._ctx.training and (line := round_base(module, record["base"])):
+            self._ctx.info(line)
         load = partial(self._load, type(module).load_state_dict.__get__(module))
         with replaced(module, "load_state_dict", load):
             yield
@@ -118,8 +117,8 @@ class AdapterCheckpoint(Checkpoint):
         Raises:
             CheckpointError: the adapter was trained on weights in 4 or 8 bits, and these are plain.
         """
-        if plain := plain_that_were_rounded(self._ctx.module, checkpoint.get(RECORD, {}).get("base")):
-            name, form = next(iter(plain.items()))
+        if formats := unrounded(self._ctx.module, checkpoint.get(RECORD, {}).get("base")):
+            name, form = next(iter(formats.items()))
             raise CheckpointError(
                 f"the checkpoint's adapter was trained on weights in 4 or 8 bits, as {name} in {form}, and the module's"
                 f" are plain; add callback.quantized_base with format={form}, or start a new run after"

@@ -24,7 +24,7 @@ from lightning_solo.nn.adaptation import (
 )
 from lightning_solo.nn.adapter_merging import merge, merge_summary, remove_adapters
 from lightning_solo.nn.adapter_targets import ALL_LINEAR, OPTION, feed_forward_outputs, named_modules_of, targets_of
-from lightning_solo.nn.adapter_weights import base_samples, rounded_samples
+from lightning_solo.nn.adapter_weights import base_record, quantized_record
 from lightning_solo.nn.rollback import Unchanged
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -53,7 +53,7 @@ class Adapters(Technique, Settings):
 
     def _init_state(self) -> None:
         self.config: AdapterConfig | None = None
-        self.base: dict[str, Any] | None = None
+        self.base: Any = None
         self.buffers: Unchanged | None = None
         self.loaded: list[str] = []
         self.merged: dict[str, Any] | None = None
@@ -97,7 +97,7 @@ class Adapters(Technique, Settings):
             return
         module = ctx.module
         self.config = self._config_for(module)
-        self.base = base_samples(module, self.config)
+        self.base = base_record(module, self.config)
         self.merged, self.buffers, self.loaded = None, None, []
         if self.adapter_name in adapter_names(module):
             use_adapter(module, self.adapter_name)
@@ -200,7 +200,7 @@ class Adapters(Technique, Settings):
         self._unreached = {}
         self._batches = 0
         if self.base is not None:
-            self.base["rounded"] = rounded_samples(pl_module)
+            self.base |= quantized_record(pl_module)
         if self.ctx is None or self.config is None:
             return
         for name, p in adapter_parameters(pl_module, self.config.name).items():
