@@ -16,8 +16,16 @@ from lightning_solo.nn.adaptation import AdapterConfig, adapter_parameters, base
 from lightning_solo.nn.adapted import plain_modules
 
 PREFIX = "base_model.model."
-TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM"}
+TASKS = {
+    "ForCausalLM": "CAUSAL_LM",
+    "LMHeadModel": "CAUSAL_LM",
+    "ForConditionalGeneration": "SEQ_2_SEQ_LM",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+}
 """End of a class of transformers -> peft's task type."""
+BASE_CONFIG = "base_config.json"
+"""File with a classifier's configuration. As ``config.json`` it would make transformers take the folder for a model."""
 
 
 def write_adapter(trained: TrainedModel, folder: Path, dtype: torch.dtype | None) -> list[str]:
@@ -42,6 +50,12 @@ def write_adapter(trained: TrainedModel, folder: Path, dtype: torch.dtype | None
         warnings.simplefilter("ignore")  # peft's, about settings that are meant
         peft_config(trained, config, names).save_pretrained(folder)
     lines = list(trained.notes)
+    if is_classifier(trained.model):
+        trained.model.config.to_json_file(folder / BASE_CONFIG)
+        lines.append(
+            f"labels: {', '.join(trained.model.config.id2label.values())}; give config=AutoConfig.from_pretrained("
+            f"'FOLDER/{BASE_CONFIG}') to from_pretrained"
+        )
     if trained.words.new_tokens:
         rows = len(trained.model.get_input_embeddings().weight)
         lines.append(f"the base needs rows for new tokens before the adapter: base.resize_token_embeddings({rows})")
@@ -52,6 +66,11 @@ def write_adapter(trained: TrainedModel, folder: Path, dtype: torch.dtype | None
             " the base in the same format, or write --format hf, which adds it to the dequantized weights"
         )
     return lines
+
+
+def is_classifier(model: Any) -> bool:
+    """Return whether a model's outputs are labels, which its configuration names."""
+    return type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
 
 
 def adapter_tensors(trained: TrainedModel, config: AdapterConfig) -> dict[str, Tensor]:

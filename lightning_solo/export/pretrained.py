@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_solo.attributes import replaced
 from lightning_solo.checkpoint.folders import whole_folder
 from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, PresetError, SoloError, nearest
-from lightning_solo.export.adapter_folder import write_adapter
+from lightning_solo.export.adapter_folder import is_classifier, write_adapter
 from lightning_solo.export.formats import BASES, DTYPES
 from lightning_solo.export.generation_files import write_generation_files, write_tokenizer
 from lightning_solo.export.gguf import find_llama_cpp, write_gguf
@@ -28,6 +28,7 @@ from lightning_solo.units import format_bytes
 
 EXPORTED = ("config.json", "adapter_config.json", "model*.gguf")
 """Files of which each exported folder has one: others aren't replaced."""
+NOT_COMPARED = "logits: not compared, since the model takes more than tokens"
 ROWS, TOKENS = 4, 16
 """Size of the batch on which logits are compared."""
 NOTICED = 0.05
@@ -171,7 +172,7 @@ def difference(before: Tensor | None, after: Tensor | None, trained: TrainedMode
         CheckpointError: those of the exported model aren't finite.
     """
     if before is None or after is None:
-        return "logits: not compared, since the model takes more than tokens"
+        return NOT_COMPARED
     if bool(before.isfinite().all()) and not bool(after.isfinite().all()):
         raise CheckpointError("the exported weights overflow in 16 bits; write --dtype bf16 or --dtype fp32")
     largest = _largest(before, after)
@@ -189,24 +190,28 @@ def difference(before: Tensor | None, after: Tensor | None, trained: TrainedMode
 
 def _compared_by_peft(trained: TrainedModel, folder: Path) -> list[str]:
     """Return a line about the logits of the base with the adapter, here and as peft loads it."""
-    if trained.folder is None or trained.words.new_tokens:  # the base is unknown, or lacks rows
-        return []
+    if trained.folder is None or trained.words.new_tokens:
+        why = "is unknown" if trained.folder is None else "lacks the rows of the new tokens"
+        return [f"logits: not compared, since the base's folder {why}"]
     trained.use_originals()
     before = logits(trained.model)
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's, about its own calls of transformers
-        base = type(trained.model).from_pretrained(trained.folder, dtype="auto", local_files_only=True)
+        options = {"config": trained.model.config} if is_classifier(trained.model) else {}
+        base = type(trained.model).from_pretrained(
+            trained.folder, dtype="auto", local_files_only=True, ignore_mismatched_sizes=True, **options
+        )
         try:
             loaded = imported("peft").PeftModel.from_pretrained(base, folder)
         except (ValueError, RuntimeError, KeyError) as error:
             return [f"peft can't load this adapter ({str(error).strip().partition(chr(10))[0]}): write --format hf"]
         after = logits(loaded.get_base_model())
     if before is None or after is None:
-        return []
+        return [NOT_COMPARED]
     largest = _largest(before, after)
     line = (
-        "logits of the base's own weights with the adapter, here and as peft loads it: largest difference"
-        f" {largest:.1e} of the largest logit"
+        f"logits of the weights in {trained.folder} with the adapter, here and as peft {imported('peft').__version__}"
+        f" loads it: largest difference {largest:.1e} of the largest logit"
     )
     wrong = largest > NOTICED and (trained.originals or not trained.formats)
     return [line + ("; this peft loads it otherwise than it was trained: write --format hf" if wrong else "")]

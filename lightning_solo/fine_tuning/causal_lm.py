@@ -19,10 +19,11 @@ from torchmetrics import MeanMetric
 
 from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.data.tokenizers import add_tokens, new_tokens_of, tokenizer_of
-from lightning_solo.errors import PresetError
+from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.export.trained_models import ARCHITECTURE, architecture_of
 from lightning_solo.fine_tuning.loading import config_of, folder_of, load, without_numbers
 from lightning_solo.fine_tuning.samples import Samples
+from lightning_solo.nn.adapter_weights import RECORD
 from lightning_solo.nn.embedding_rows import add_rows, names_of_tables
 from lightning_solo.nn.quantized import FORMATS, QuantizedWeight
 from lightning_solo.optim.schedules import warmup_cosine
@@ -127,6 +128,19 @@ class FromFolder(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Record class and configuration."""
         checkpoint[ARCHITECTURE] = architecture_of(self.model)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse adapters alone, unless a Trainer loads them.
+
+        Raises:
+            CheckpointError: ``load_from_checkpoint`` reads a file without the frozen weights.
+        """
+        if RECORD in checkpoint and self._trainer is None:
+            raise CheckpointError(
+                "the checkpoint has adapters alone, which load_from_checkpoint can't load; write module ="
+                f" {type(self).__name__}({self.path!r}), then module.configure_model(), and then"
+                " solo.load_adapters(module, <the checkpoint>)"
+            )
 
     def configure_callbacks(self) -> list[Callback]:
         """Return what stops a run whose validation loss no longer falls."""

@@ -148,13 +148,19 @@ def named_modules_of(module: nn.Module, names: Sequence[str], option: str) -> di
     for each in names:
         hits = {name: part for name, part in modules.items() if name and (name == each or name.endswith(f".{each}"))}
         if not hits:
-            with_weights = [name for name, part in modules.items() if name and part._parameters]
-            raise NothingToDoError(
-                f"{option}: no module {each!r} in {type(module).__name__}{nearest(each, with_weights)}there are"
-                f" {listed(with_weights, 8)}"
-            )
+            raise NothingToDoError(f"{option}: {_no_module(each, module, modules)}")
         chosen |= hits
     return chosen
+
+
+def _no_module(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> str:
+    path, _, own = name.rpartition(".")
+    owners = [each for each, part in modules.items() if own in part._parameters and f".{each}".endswith(path)]
+    if owners:
+        where = f"write {owners[0]}, the module that has it, or " if owners[0] else ""
+        return f"{name} is a parameter, and modules are trained whole; {where}make it the parameter of its own module"
+    others = [each for each, part in modules.items() if each and part._parameters]
+    return f"no module {name!r} in {type(module).__name__}{nearest(name, others)}there are {listed(others, 8)}"
 
 
 def feed_forward_outputs(module: nn.Module, layers: dict[str, nn.Module]) -> list[str]:

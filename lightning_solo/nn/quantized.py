@@ -417,6 +417,12 @@ def weights_in(part: nn.Module) -> dict[str, QuantizedWeight]:
     return cast("dict[str, QuantizedWeight]", dict(part.quantized_weights)) if isinstance(part, _Quantized) else {}
 
 
+def count_parameters(module: nn.Module) -> int:
+    """Return the number of a module's parameters, with those in 4 or 8 bits, which torch doesn't list."""
+    weights = {part for part in module.modules() if isinstance(part, QuantizedWeight)}
+    return sum(p.numel() for p in module.parameters()) + sum(weight.shape.numel() for weight in weights)
+
+
 def quantized_weights_of(module: nn.Module) -> dict[str, QuantizedWeight]:
     """Return the qualified name of each quantized parameter, under each of its module's names -> its weight."""
     return {

@@ -227,6 +227,7 @@ def test_peft_loads_the_adapter(family: str, models: Models, tmp_path: Path) -> 
     trained = answers(module.model)
     lines = export_pretrained(module, tmp_path / "out", "adapter")
     assert "--format hf" not in lines[-1]
+    assert str(base) in lines[-1]
     assert far(answers(with_peft(base, tmp_path / "out")), trained) <= 1e-5
     assert far(answers(load(tmp_path / "out")), trained) <= 1e-5
 
@@ -334,6 +335,25 @@ def test_classifier_is_exported_with_its_head_and_labels(adapters: bool, make_tr
         assert far(answers(out), answers(module.net)) <= 1e-5
         assert out.config.id2label == module.net.config.id2label
         assert not (tmp_path / "out" / "Modelfile").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys:UserWarning")
+def test_adapter_of_a_classifier_is_loaded_with_its_labels(make_trainer: Make, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    small_model("Bert", "ForMaskedLM", vocab_size=128).save_pretrained(tmp_path / "base")
+    callbacks = [Adapters(r=4, modules_to_save=["classifier", "pooler"])]
+    trainer = make_trainer(L, callbacks=callbacks, max_steps=2)
+    trainer.fit(module := Classified(str(tmp_path / "base")))
+    randomised(module)
+    lines = export_pretrained(module, out := tmp_path / "out", "adapter")
+    assert any("fair" in line and "base_config.json" in line for line in lines)
+    assert str(tmp_path / "base") in lines[-1]
+    assert float(lines[-1].split("difference ")[1].split()[0]) <= 1e-5
+    config = AutoConfig.from_pretrained(out / "base_config.json")
+    loaded = AutoModelForSequenceClassification.from_pretrained(out, config=config)
+    assert loaded.config.id2label == module.net.config.id2label
+    assert far(answers(loaded), answers(module.net)) <= 1e-5
 
 
 # --- ends of generation ---

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lightning_solo as solo
-from lightning_solo.errors import PresetError
+from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.fine_tuning.causal_lm import HFCausalLM
 from lightning_solo.nn import cross_entropy, quantized_loading
 from lightning_solo.nn.adaptation import adapter_parameters
@@ -199,6 +199,18 @@ def test_too_long_rows_and_too_many_tokens_are_refused_before_the_start(
         trained(folder, make_trainer)
     with pytest.raises(PresetError, match=mentions("data.tokenizer", "400", "320")):
         trained(model_folder("Llama"), make_trainer, Rows(tokens=400))
+
+
+def test_adapters_alone_are_no_whole_checkpoint(model_folder: Folder, make_trainer: Make, tmp_path: Path) -> None:
+    folder, file = model_folder("Llama"), tmp_path / "last.ckpt"
+    module = trained(folder, make_trainer, callbacks=[solo.callbacks.Adapters(r=4)], max_steps=1)
+    module.trainer.save_checkpoint(file)
+    with pytest.raises(CheckpointError, match=mentions("solo.load_adapters", f"HFCausalLM({str(folder)!r})")):
+        HFCausalLM.load_from_checkpoint(file, weights_only=True)
+    module = HFCausalLM(str(folder))
+    module.configure_model()
+    solo.load_adapters(module, file)
+    assert adapter_parameters(module)
 
 
 def test_unknown_format_is_refused(model_folder: Folder) -> None:

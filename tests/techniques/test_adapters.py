@@ -558,12 +558,15 @@ def test_settings_that_contradict_each_other() -> None:
         ({"modules_to_save": ["haed"]}, ["haed", "net.head"], NothingToDoError),
         ({"modules_to_save": ["blocks"]}, ["net.blocks", "net.blocks.0.up"], ConflictError),
         ({"modules_to_save": ["drop"]}, ["net.blocks.0.drop", "no weights"], ConflictError),
+        ({"modules_to_save": ["head.weight"]}, ["head.weight is a parameter", "net.head"], NothingToDoError),
+        ({"modules_to_save": ["prompt"]}, ["prompt is a parameter", "own module"], NothingToDoError),
         ({"trainable_token_indices": [3]}, ["no embedding"], NothingToDoError),
         ({"method": "pissa", "r": 40}, ["r=40", "net.blocks.0.up"], PresetError),
     ],
 )
 def test_bad_settings_are_named(make_trainer: Make, options: Any, named: list[str], error: Any) -> None:
     module = module_of()
+    module.prompt = nn.Parameter(torch.zeros(2))
     keys = list(module.state_dict())
     with pytest.raises(error, match=mentions(*named)):
         fit(make_trainer, Adapters(**options), module=module)
@@ -604,7 +607,7 @@ def test_module_trained_whole_in_4_bits_is_refused(make_trainer: Make) -> None:
 
 
 @pytest.mark.parametrize("layers", ["frozen", ["net.blocks.0.*", "net.blocks.1.up.weight"]])
-def test_adapters_over_a_base_in_4_bits(layers: Any, make_trainer: Make) -> None:
+def test_adapters_over_a_base_in_4_bits(layers: Any, make_trainer: Make, caplog: Any) -> None:
     module, technique = module_of(), QuantizedBase(layers=layers)
     counted: list[int] = []
 
@@ -614,7 +617,18 @@ def test_adapters_over_a_base_in_4_bits(layers: Any, make_trainer: Make) -> None
 
     fit(make_trainer, Adapters(r=4), technique, Count(), module=module)
     assert set(counted) == {4 if layers == "frozen" else 3}
+    rounded = 16 * 64 * (4 if layers == "frozen" else 3)
+    assert f"leaves out these {rounded:,} numbers" in caplog.text
     assert all(p.abs().max() > 0 for name, p in adaptation.adapter_parameters(module).items() if "lora_B" in name)
+
+
+def test_weights_in_4_bits_are_counted_as_parameters(make_trainer: Make, caplog: Any) -> None:
+    module = module_of().requires_grad_(False)
+    every = sum(p.numel() for p in module.parameters())
+    quantize(module.net.blocks[0].up, {"weight": quantized(module.net.blocks[0].up.weight)})
+    fit(make_trainer, module=module)
+    factors = 4 * 4 * (16 + 64)  # of rank 4, in four layers
+    assert f"{factors:,} of {every + factors:,} parameters" in caplog.text
 
 
 def test_two_of_them_in_one_run_are_refused(make_trainer: Make) -> None:

@@ -25,6 +25,7 @@ from lightning_solo.nn.adaptation import (
 from lightning_solo.nn.adapter_merging import merge, merge_summary, remove_adapters
 from lightning_solo.nn.adapter_targets import ALL_LINEAR, OPTION, feed_forward_outputs, named_modules_of, targets_of
 from lightning_solo.nn.adapter_weights import base_record, quantized_record
+from lightning_solo.nn.quantized import count_parameters
 from lightning_solo.nn.rollback import Unchanged
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -179,10 +180,9 @@ class Adapters(Technique, Settings):
     def _log(self, ctx: Run) -> None:
         assert self.config is not None
         trained = [p for p in ctx.module.parameters() if p.requires_grad]
-        count, every = sum(p.numel() for p in trained), sum(p.numel() for p in ctx.module.parameters())
         words = (
-            f"adapters: {self.method} in {len(self.config.layers)} layers trains {count:,} of {every:,} parameters"
-            f" ({format_bytes(sum(p.nbytes for p in trained))})"
+            f"adapters: {self.method} in {len(self.config.layers)} layers trains {sum(p.numel() for p in trained):,} of"
+            f" {count_parameters(ctx.module):,} parameters ({format_bytes(sum(p.nbytes for p in trained))})"
         )
         if self._left_out:
             named = listed([f"{name} ({reason})" for name, reason in self._left_out.items()], 5)

@@ -12,6 +12,7 @@ from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import NothingToDoError, PresetError, listed
 from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.freezing import Depths, frozen_parts, matching, split_groups
+from lightning_solo.nn.quantized import count_parameters
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.layer_freezing.card import CARD, Settings
@@ -77,7 +78,7 @@ class LayerFreezing(Technique, Settings):
         trained = [p for p in self._trainable.values() if p.requires_grad]
         if not trained:
             raise PresetError(f"{OPTION} freezes all parameters; write more trained_blocks, or fewer names in frozen")
-        count, every = sum(p.numel() for p in trained), sum(p.numel() for p in module.parameters())
+        count, every = sum(p.numel() for p in trained), count_parameters(module)
         at_last = " after the last milestone" if self.milestones else ""
         frozen = listed(frozen_parts(module), 6) or "single parameters"
         ctx.info(f"layer_freezing: {count:,} of {every:,} parameters are trained{at_last}; frozen are {frozen}")

@@ -88,7 +88,8 @@ class QuantizedBase(Technique, Settings):
         if count:
             parts.append(
                 f"{len(weights)} frozen weights in {' and '.join(sorted({w.format for w in weights}))} take"
-                f" {format_bytes(now)} instead of {format_bytes(bytes_before)}, {now / count:.3f} bytes per number"
+                f" {format_bytes(now)} instead of {format_bytes(bytes_before)}, {now / count:.3f} bytes per number;"
+                f" Lightning's table of parameters leaves out these {count:,} numbers"
             )
         if already:
             parts.append(f"{len(already)} weights were quantized before")
