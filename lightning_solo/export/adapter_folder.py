@@ -81,7 +81,7 @@ def adapter_tensors(trained: TrainedModel, config: AdapterConfig) -> dict[str, T
         for key, first in trained.first_factors(config).items():
             name = _key(key)
             is_a = name.endswith("lora_A.weight")
-            tensors[name] = torch.cat([tensors[name], first if is_a else -first], 0 if is_a else 1)
+            tensors[name] = torch.cat([tensors[name], first.detach() if is_a else -first.detach()], 0 if is_a else 1)
     whole = {id(p) for p in whole_parameters(model, config.modules_to_save).values()}
     copies = {key: p.detach().clone() for key, p in base_tensors(model).items() if id(p) in whole}  # also of tied ones
     return tensors | copies

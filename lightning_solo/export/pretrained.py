@@ -127,9 +127,9 @@ def write_model(trained: TrainedModel, folder: Path, dtype: str | None, base: st
         trained.use_originals()
     if trained.adapter is not None:
         lines.append(merge_summary(merge(model)))
-    for name, p in model.named_parameters():
+    for p in model.parameters():
         if p.is_floating_point():
-            p.data = p.data.to(trained.dtypes.get(name, p.dtype) if dtype is None else TYPES[dtype])
+            p.data = p.data.to(trained.dtype or p.dtype if dtype is None else TYPES[dtype])
     _require_space(folder, sum(p.nbytes for p in model.parameters()))
     with quiet():
         _save(model, folder, shard_size)

@@ -30,6 +30,7 @@ from lightning_solo.nn.adaptation import (
     base_tensors,
     insert,
     plain_key,
+    whole_parameters,
 )
 from lightning_solo.nn.adapted import plain_modules
 from lightning_solo.nn.adapter_weights import (
@@ -42,7 +43,6 @@ from lightning_solo.nn.adapter_weights import (
 )
 from lightning_solo.nn.embedding_rows import add_rows
 from lightning_solo.nn.quantized import quantized, quantized_weights_of, with_plain_weights
-from lightning_solo.nn.quantized_loading import parameters_without_numbers
 
 ARCHITECTURE = "architecture"
 """Key of a checkpoint with class and configuration of the model, where those aren't the folder's."""
@@ -72,8 +72,7 @@ class TrainedModel:
         folder: of the base; None where it is unknown.
         formats: name of a weight that training had in 4 or 8 bits -> "nf4" or "int8".
         originals: name of a weight that may be rounded in ``model`` -> that of the base's folder.
-        dtypes: name of a weight -> its type in the base's folder, where ``model`` has more bits.
-        factors: weights of an adapter of PiSSA as they were when training began.
+        dtype: type of the weights in the base's folder, where ``model`` may have another; None where it hasn't.
         words: what its tokenizer is.
         notes: lines for the user.
     """
@@ -83,8 +82,7 @@ class TrainedModel:
     folder: Path | None = None
     formats: Mapping[str, str] = field(default_factory=dict)
     originals: Mapping[str, Tensor] = field(default_factory=dict)
-    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    factors: Mapping[str, Tensor] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
     words: Words = field(default_factory=lambda: Words(None))
     notes: list[str] = field(default_factory=list)
 
@@ -94,27 +92,24 @@ class TrainedModel:
         for name, weight in self.originals.items():
             tensors[name].data = weight.to(tensors[name].dtype)
 
-    def first_factors(self, config: AdapterConfig) -> Mapping[str, Tensor]:
+    def first_factors(self, config: AdapterConfig) -> dict[str, nn.Parameter]:
         """Return the weights of an adapter of PiSSA as they were when training began.
 
         Raises:
             ConflictError: they would be computed from the base's folder, which is unknown.
         """
-        if not self.factors:
-            if self.folder is None:
-                raise ConflictError(
-                    "PiSSA starts from the base's weights, and their folder is unknown; write base_folder=<that folder>"
-                )
-            base = _loaded(self.folder, type(self.model), None)
-            insert(base, config)
-            self.factors = _factors(base, config)
-        return self.factors
+        if self.folder is None:
+            raise ConflictError(
+                "PiSSA starts from the base's weights, and their folder is unknown; write base_folder=<that folder>"
+            )
+        whole = whole_parameters(self.model, config.modules_to_save)
+        base = _loaded(self.folder, type(self.model), None, others=whole)
+        insert(base, config)
+        return adapter_parameters(base, config.name)
 
     def insert(self, config: AdapterConfig, weights: Mapping[str, Tensor]) -> None:
         """Put an adapter into the model, with its trained weights."""
         insert(self.model, config)
-        if config.method == "pissa":
-            self.factors = _factors(self.model, config)
         tensors = base_tensors(self.model)
         for name in (*config.tokens, *config.modules_to_save):  # whose numbers are overwritten in place
             for key in tensors:
@@ -124,10 +119,6 @@ class TrainedModel:
             self.model, config, {key: weights[key] for key in trained_keys(self.model, config, weights)}
         )
         self.adapter = config
-
-
-def _factors(model: Any, config: AdapterConfig) -> dict[str, Tensor]:
-    return {key: p.detach().clone() for key, p in adapter_parameters(model, config.name).items()}
 
 
 def trained_model(
@@ -199,43 +190,55 @@ def _of_module(
     config = _active_adapter(live)
     folder = folder or next(filter(_is_model, (getattr(module, "path", None), live.name_or_path)), None)
     folder = None if folder is None else Path(folder)
-    formats = quantized_weights_of(module)
-    weights = {key: value.detach().cpu() for key, value in with_plain_weights(module.state_dict(), formats).items()}
-    weights |= widest_weights(source_of(module))  # which under adapters are those alone
-    if widest is not None:  # not rounded to the type in which training computed
-        weights |= {key: each.dequantized(widest).cpu() for key, each in formats.items()}
     prefix = f"{name}." if name else ""
+    weights, formats = _weights_of(module, widest)
     own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    saved = (read_json(folder / "config.json") or {}) if folder is not None else {}
-    kernel = "sdpa" if live._supports_sdpa else "eager"  # others need a GPU
-    with parameters_without_numbers():
-        model = type(live)._from_config(copy.deepcopy(live.config), dtype=live.dtype, attn_implementation=kernel)
+    model = _with_weights(live, {plain_key(key): value for key, value in own.items()}, type(module).__name__, widest)
     if live.can_generate():
         model.generation_config = copy.deepcopy(live.generation_config)
-    dtype = getattr(torch, str(saved.get("dtype") or saved.get("torch_dtype")), live.dtype)
-    dtypes = {name: dtype for name, p in model.named_parameters() if p.is_floating_point()}
-    _assign(model, {plain_key(key): value for key, value in own.items()}, type(module).__name__, widest)
-    forms = {plain_key(key).removeprefix(prefix): weight.format for key, weight in formats.items()}
+    saved = (read_json(folder / "config.json") or {}) if folder is not None else {}
     data = getattr(getattr(module, "_trainer", None), "datamodule", None)
-    words = _words(folder, getattr(module, "new_tokens", None), vars(data) if data is not None else {})
-    notes = _left_out(weights, prefix)
-    trained = TrainedModel(model, None, folder, forms, dtypes=dtypes, words=words, notes=notes)
+    trained = TrainedModel(
+        model,
+        folder=folder,
+        formats={plain_key(key).removeprefix(prefix): form for key, form in formats.items()},
+        dtype=getattr(torch, str(saved.get("dtype") or saved.get("torch_dtype")), live.dtype),
+        words=_words(folder, getattr(module, "new_tokens", None), vars(data) if data is not None else {}),
+        notes=_left_out(weights, prefix),
+    )
     if config is None:
         return trained
     if originals:
-        if folder is None or config.method == "pissa":
-            raise ConflictError(
-                "base='original': the original weights are "
-                + ("unknown; write base_folder=<the base's folder>" if folder is None else "split up by PiSSA")
-                + ", or export the checkpoint, or write base='dequantized'"
-            )
-        whole = {key for key in base_tensors(model) if key.rpartition(".")[0] in config.modules_to_save}
-        first = base_tensors(_loaded(folder, type(model), widest))
-        trained.originals = {key: first[key] for key in first.keys() - whole}
+        trained.originals = _originals(model, config, folder, widest)
     # PiSSA has changed the weights when it was put in, and would do so again
     trained.insert(replace(config, method="lora") if config.method == "pissa" else config, own)
     trained.adapter = config
     return trained
+
+
+def _weights_of(module: nn.Module, widest: torch.dtype | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return (all weights on the host, dequantized and joined; name of a quantized one -> format)."""
+    quantized_weights = quantized_weights_of(module)
+    weights = with_plain_weights(module.state_dict(), quantized_weights)
+    weights = {key: value.detach().cpu() for key, value in weights.items()}
+    weights |= widest_weights(source_of(module))  # which under adapters are those alone
+    if widest is not None:  # not rounded to the type in which training computed
+        weights |= {key: each.dequantized(widest).cpu() for key, each in quantized_weights.items()}
+    return weights, {key: each.format for key, each in quantized_weights.items()}
+
+
+def _originals(
+    model: nn.Module, config: AdapterConfig, folder: Path | None, widest: torch.dtype | None
+) -> dict[str, Tensor]:
+    """Return name -> weight of the base's folder, of weights that aren't trained whole."""
+    if folder is None or config.method == "pissa":
+        why = "unknown; write base_folder=<the base's folder>" if folder is None else "split up by PiSSA"
+        raise ConflictError(
+            f"base='original': the original weights are {why}, or export the checkpoint, or write base='dequantized'"
+        )
+    whole = whole_parameters(model, config.modules_to_save)
+    base = _loaded(folder, type(model), widest, others=whole)
+    return {key: p for key, p in base_tensors(base).items() if key not in whole}
 
 
 def _is_model(path: object) -> bool:
@@ -281,9 +284,9 @@ def _of_checkpoint(source: Path, folder: Path | None, widest: torch.dtype | None
             raise CheckpointError(f"{path} has no weights of {type(model).__name__}, the model in {folder}; {INSTEAD}")
         own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
         _enlarge(model, own)
-        dtypes = {name: p.dtype for name, p in model.named_parameters()}
-        _assign(model, own, str(path), widest)
-        return TrainedModel(model, folder=folder, dtypes=dtypes, words=words, notes=_left_out(weights, prefix))
+        trained = TrainedModel(model, folder=folder, dtype=model.dtype, words=words, notes=_left_out(weights, prefix))
+        trained.model = _with_weights(model, own, str(path), widest)
+        return trained
     config = AdapterConfig.from_record(record["config"])
     modules = {name for name, _ in model.named_modules()}
     prefix = _prefix(modules, _names(config))
@@ -383,23 +386,11 @@ def _loaded(
                 saved.get_text_config().vocab_size = rows  # those for new tokens are added later
             config = saved
         cls = cls or getattr(transformers, name, transformers.AutoModelForCausalLM)
-        with quiet():
-            model, report = cls.from_pretrained(
-                folder,
-                config=config,
-                dtype=widest or "auto",
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
+        return _from_pretrained(cls, folder, folder, others, config=config, dtype=widest or "auto")
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{folder} can't be loaded: {str(error).strip().partition(chr(10))[0]}") from error
-    missing = {*report["missing_keys"], *(each[0] for each in report["mismatched_keys"])}
-    if missing := {key for key in missing if not any(f".{name}".endswith(f".{key}") for name in others)}:
-        raise CheckpointError(f"{folder} lacks {listed(sorted(missing))}, or has it in another shape")
-    return model
 
 
 def _names(config: AdapterConfig) -> list[str]:
@@ -453,49 +444,58 @@ def _enlarge(model: Any, weights: Mapping[str, Tensor]) -> None:
         model.resize_token_embeddings(rows, mean_resizing=False)
 
 
-def _assign(model: Any, weights: Mapping[str, Tensor], source: str, widest: torch.dtype | None) -> None:
-    """Give a model the weights and buffers; all weights become fp32 if one of them is, so that it can compute.
+def _with_weights(model: Any, weights: Mapping[str, Tensor], source: str, widest: torch.dtype | None) -> Any:
+    """Return a model like another with these weights and buffers, in fp32 if one of them is, so that it can compute.
 
-    Parameters that are tied in the model, of which the weights differ, are untied, also in its configuration.
+    An output head of which the weight differs from the embedding's is untied, also in the configuration.
 
     Raises:
         CheckpointError: a weight is missing, or has another shape.
     """
-    names: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    used = {name: weights[name] for each in names.values() for name in each if name in weights}
-    if any(weight.dtype is torch.float32 for weight in used.values()):
+    if any(weights[name].dtype is torch.float32 for name, _ in model.named_parameters() if name in weights):
         widest = torch.float32
-    parameters = list(model.parameters())  # whose ids stay theirs
-    new: dict[int, nn.Parameter] = {}
-    places: set[int] = set()
-    for path, part in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for key, p in list(part._parameters.items()):
-            if p is None:
-                continue
-            weight = used.get(prefix + key, next((used[each] for each in names[id(p)] if each in used), None))
-            if weight is None or weight.shape != p.shape:
-                there = "no weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
-                raise CheckpointError(f"{source} has {there} for {prefix}{key}, of shape {tuple(p.shape)}")
-            weight = weight.to(widest or p.dtype)
-            if id(p) in new and not torch.equal(new[id(p)], weight):
-                for config in (model.config, model.config.get_text_config(decoder=True)):
-                    config.tie_word_embeddings = False
-            elif id(p) in new:
-                part._parameters[key] = new[id(p)]
-                continue
-            if weight.data_ptr() in places:  # tied in training alone
-                weight = weight.clone()
-            places.add(weight.data_ptr())
-            part._parameters[key] = nn.Parameter(weight, requires_grad=False)
-            new.setdefault(id(p), part._parameters[key])
-        for key, buffer in part._buffers.items():
-            stored = weights.get(prefix + key)
-            if buffer is not None and stored is not None and key not in part._non_persistent_buffers_set:
-                part._buffers[key] = stored.to(buffer.dtype)
-    del parameters
+    kernel = "sdpa" if model._supports_sdpa else "eager"  # others need a GPU
+    options: Any = {"attn_implementation": kernel, "state_dict": _untied(weights), "dtype": widest or model.dtype}
+    result = _from_pretrained(type(model), None, source, config=copy.deepcopy(model.config), **options)
+    head = result.get_output_embeddings()
+    if head is not None and head.weight is not result.get_input_embeddings().weight:
+        for config in (result.config, result.config.get_text_config(decoder=True)):
+            config.tie_word_embeddings = False
+    return result
+
+
+def _untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights of which no two share memory, such as those that are tied in training alone."""
+    first: dict[int, str] = {}
+    return {
+        name: weight if first.setdefault(weight.data_ptr(), name) == name else weight.clone()
+        for name, weight in weights.items()
+    }
+
+
+def _from_pretrained(
+    cls: Any, folder: Path | None, source: object, others: Collection[str] = (), **options: Any
+) -> Any:
+    """Return a model by transformers' ``from_pretrained``.
+
+    Args:
+        cls: its class.
+        folder: of its weights; None if the options have them.
+        source: of the weights, for messages.
+        others: names of weights that may be missing, or may have another shape.
+        options: of ``from_pretrained``.
+
+    Raises:
+        CheckpointError: another weight is missing, or has another shape.
+    """
+    with quiet():
+        model, report = cls.from_pretrained(
+            folder, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    missing = {*report["missing_keys"], *(each[0] for each in report["mismatched_keys"])}
+    if missing := {key for key in missing if not any(f".{name}".endswith(f".{key}") for name in others)}:
+        raise CheckpointError(f"{source} lacks {listed(sorted(missing))}, or has it in another shape")
+    return model
 
 
 @contextmanager
