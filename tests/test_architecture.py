@@ -157,6 +157,7 @@ WORDS_IN_COMMON = {
     "presets/old_spellings.py": {"compact_states", "gradient_release", "CompactStates", "GradientRelease"},
     "report/run_folder.py": {"throughput", "Throughput"},  # name and title of a chart
     "seams/run.py": {"gradient_release"},  # the module of the mechanism
+    "sweeps": {"pruning", "Pruning"},  # of trials, as Optuna calls it
     "zero/config.py": {"activation_checkpointing"},  # a section of DeepSpeed's configuration
 }
 

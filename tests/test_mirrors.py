@@ -67,6 +67,7 @@ ELSEWHERE = {
     "sweeps/test_server.py": "sweeps/files sweeps/forking",
     "techniques/test_adapters.py": "export/adapter_files",
     "techniques/test_layer_freezing.py": "nn/freezing",
+    "techniques/test_pruning.py": "nn/prunable optim/weight_masks",
     "techniques/test_quantized_base.py": "nn/quantizable",
     "techniques/test_activation_checkpointing.py": "cards/blocks nn/recomputation",
     "techniques/test_activation_checkpointing_budget.py": "cards/budget",

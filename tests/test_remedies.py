@@ -41,7 +41,7 @@ def example(name: str, setting: str) -> str:
     """Return a value that a setting accepts, in place of the one that a reader fills in."""
     parameter = parameters_of(CARDS[name].settings)[setting]
     values = [*parameter.allowed, parameter.default, 2, 0.5, "1GiB", ["Name"], "name"]
-    value = next(value for value in values if value is not None and parameter.complaint(value) is None)
+    value = next(value for value in values if value not in (None, ()) and parameter.complaint(value) is None)
     return str(list(map(list, value)) if setting == "milestones" else value)
 
 
@@ -427,6 +427,8 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "techniques/micro_batching/card.py": 3,
         "techniques/micro_batching/global_batch.py": 1,
         "techniques/micro_batching/technique.py": 2,
+        "techniques/pruning/card.py": 3,
+        "techniques/pruning/technique.py": 2,
         "techniques/safe_checkpoint/card.py": 1,
         "techniques/throughput/card.py": 1,
         "techniques/zero_offload/card.py": 2,

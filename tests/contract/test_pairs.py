@@ -41,6 +41,8 @@ WITHOUT_REFERENCE = (
     {"quantized_base", "layer_freezing"},
     {"quantized_base", "adapters"},  # these round what is frozen, which is more beside adapters
     {"zero_offload", "adapters"},
+    {"accumulation_schedule", "pruning"},  # of fewer steps, which change far less than pruning
+    {"layer_freezing", "pruning"},  # what stays frozen isn't pruned
 )
 CARDS = sorted(built_in_cards().values(), key=lambda card: (card.phase, card.name))
 PAIRS = list(combinations(CARDS, 2))

@@ -1,0 +1,197 @@
+"""The weights of a module that can be pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_solo.errors import ConflictError, NothingToDoError, listed
+from lightning_solo.nn.freezing import matches_end, matching
+from lightning_solo.nn.quantized import weights_in
+
+OPTION = "callback.pruning"
+FOURS = 4
+"""Size of the groups of the pattern 2:4, along a layer's inputs."""
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_OF_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+@dataclass
+class Choice:
+    """The weights to prune.
+
+    Attributes:
+        weights: qualified name -> parameter, in module order; a tied one under its first name.
+        transposed: names of weights of shape (in, out), as those of transformers' ``Conv1D``.
+        left_out: qualified name of a weight that isn't pruned -> the reason.
+    """
+
+    weights: dict[str, nn.Parameter] = field(default_factory=dict)
+    transposed: set[str] = field(default_factory=set)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def prunable_weights(
+    module: nn.Module, layers: Sequence[str] | None = None, kept: Sequence[str] = (), *, in_fours: bool = False
+) -> Choice:
+    """Return the weights that can be pruned.
+
+    Without patterns these are the trained weights of linear, convolution, recurrent and attention layers, and
+    parameters of three dimensions of modules that aren't torch's own, such as the experts of a mixture. Weights that
+    are tied to an embedding are left out. A pattern selects them, embeddings and other matrices too, by the name of the
+    parameter or of its module.
+
+    Args:
+        module: the module.
+        layers: patterns of names of parts, modules or parameters; None for all.
+        kept: patterns of those that aren't pruned.
+        in_fours: whether two of each four inputs are pruned.
+
+    Raises:
+        NothingToDoError: no weight can be pruned, or a pattern matches nothing.
+        ConflictError: a pattern matches a weight that can't be pruned; a weight is pruned by torch's own functions; a
+            layer's inputs can't be grouped in fours.
+    """
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    computed = dict(_computed(module))
+    hits = set(names) | set(computed) if layers is None else matching([*names, *computed], layers, f"{OPTION}.layers")
+    spared = matching([*names, *computed], kept, f"{OPTION}.kept")
+    choice, refused = Choice(), {}
+    for p, owners in _owners(module).items():
+        name, every = next(iter(owners)), set(owners)
+        if every & spared:
+            choice.left_out[name] = f"in {OPTION}.kept"
+            continue
+        if not every & hits or p.ndim < 2:
+            continue
+        asked = any(matches_end(each, pattern) for pattern in layers or () for each in _ends(every))
+        reason = _unusual(owners) if not asked else None
+        if reason is None and (reason := _unsuitable(p)) is not None and layers is not None:
+            refused[name] = reason
+        if reason is not None:
+            choice.left_out[name] = reason
+            continue
+        choice.weights[name] = p
+        if any(type(part).__name__ == "Conv1D" for part in owners.values()):
+            choice.transposed.add(name)
+    refused |= {name: reason for name, reason in computed.items() if layers is not None and name in hits - spared}
+    if refused:
+        name, reason = next(iter(refused.items()))
+        raise ConflictError(
+            f"{OPTION}.layers matches {name}, which is {reason} and can't be pruned; write patterns that leave it out,"
+            f" or {OPTION}.kept=[{name}]"
+        )
+    choice.left_out |= {name: reason for name, reason in computed.items() if name not in spared}
+    if in_fours:
+        _keep_fours(choice, module, asked=layers is not None)
+    if not choice.weights:
+        raise NothingToDoError(
+            f"{OPTION} finds no weight to prune in {type(module).__name__}; it leaves out"
+            f" {listed([f'{name} ({reason})' for name, reason in choice.left_out.items()], 8) or 'nothing'}; parameters"
+            f" of two or more dimensions are {listed(_matrices(module), 8) or 'none'}: write {OPTION}.layers=[<names>],"
+            " or ~callback.pruning"
+        )
+    return choice
+
+
+def _owners(module: nn.Module) -> dict[nn.Parameter, dict[str, nn.Module]]:
+    """Return parameter -> qualified names, each with the module that has it under this name."""
+    owners: dict[nn.Parameter, dict[str, nn.Module]] = {}
+    for name, part in module.named_modules(remove_duplicate=False):
+        for own, p in part._parameters.items():
+            if p is not None:
+                owners.setdefault(p, {})[f"{name}.{own}" if name else own] = part
+    return owners
+
+
+def _ends(names: set[str]) -> Iterator[str]:
+    for name in names:
+        yield name
+        yield name.rpartition(".")[0]
+
+
+def _unusual(owners: dict[str, nn.Module]) -> str | None:
+    """Return why a weight is pruned only where a pattern names it, or None."""
+    if any(isinstance(part, _EMBEDDINGS) for part in owners.values()):
+        return "an embedding" if len(owners) == 1 else "tied to an embedding"
+    kinds = {type(part).__name__ for part in owners.values()}
+    return (
+        None if any(_is_usual(part, name.rpartition(".")[2]) for name, part in owners.items()) else f"of {min(kinds)}"
+    )
+
+
+def _is_usual(part: nn.Module, own: str) -> bool:
+    if isinstance(part, nn.MultiheadAttention):
+        return own in _OF_ATTENTION
+    if isinstance(part, nn.RNNBase):
+        return own.startswith("weight_")
+    if isinstance(part, nn.Linear | nn.modules.conv._ConvNd) or type(part).__name__ == "Conv1D":
+        return own == "weight"
+    p = part._parameters[own]
+    is_torchs = type(part).__module__.startswith("torch.")
+    return not is_torchs and p is not None and p.ndim == 3 and p.shape[0] > 1  # experts of a mixture
+
+
+def _unsuitable(p: nn.Parameter) -> str | None:
+    """Return why a weight can't be pruned, or None."""
+    if isinstance(p, UninitializedParameter):
+        return "without a shape before its first batch"
+    if is_traceable_wrapper_subclass(p):
+        return f"stored as {type(p).__name__}"
+    if not p.requires_grad:
+        return "frozen"
+    return None if p.is_floating_point() else f"of type {p.dtype}"
+
+
+def _computed(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield (qualified name, reason) of weights that are no parameters of their layer.
+
+    Raises:
+        ConflictError: a layer is pruned by ``torch.nn.utils.prune``.
+    """
+    for name, part in module.named_modules():
+        own = {each.removesuffix("_mask") for each in part._buffers if each.endswith("_mask")}
+        if masked := [each for each in own if f"{each}_orig" in part._parameters]:
+            raise ConflictError(
+                f"{OPTION} and torch.nn.utils.prune, which prunes {name}.{masked[0]} already; call"
+                f' torch.nn.utils.prune.remove(module.get_submodule("{name}"), "{masked[0]}") first, or write'
+                " ~callback.pruning"
+            )
+        prefix = f"{name}." if name else ""
+        yield from ((f"{prefix}{each}", "in 4 or 8 bits") for each in weights_in(part))
+        if is_parametrized(part):
+            yield from ((f"{prefix}{each}", "computed by a parametrization") for each in part.parametrizations)
+        if "weight" not in part._parameters and {"weight_g", "weight_orig"} & set(part._parameters):
+            yield f"{prefix}weight", "computed from other parameters"
+
+
+def _keep_fours(choice: Choice, module: nn.Module, *, asked: bool) -> None:
+    """Leave weights out whose inputs aren't known.
+
+    Raises:
+        ConflictError: a layer has inputs that are no multiple of four; or such a weight was asked for.
+    """
+    odd = {}
+    for name, p in list(choice.weights.items()):
+        inputs = p.shape[0] if name in choice.transposed else p.shape[-1]
+        if p.ndim > 2 or not p.is_contiguous():
+            choice.left_out[name] = "no matrix of a linear layer, which 2:4 needs"
+            del choice.weights[name]
+        elif inputs % FOURS:
+            odd[name] = inputs
+    if odd:
+        name, inputs = next(iter(odd.items()))
+        raise ConflictError(
+            f"{OPTION}.pattern=2:4 and {name} with {inputs} inputs, which is no multiple of {FOURS}; write"
+            f" {OPTION}.kept=[{','.join(odd)}], or {OPTION}.pattern=unstructured"
+        )
+
+
+def _matrices(module: nn.Module) -> list[str]:
+    uninitialized = UninitializedParameter
+    return [name for name, p in module.named_parameters() if not isinstance(p, uninitialized) and p.ndim > 1]
