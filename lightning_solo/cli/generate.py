@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_solo.cli.options import Parser, positive
 from lightning_solo.errors import CheckpointError
 
-TAKES = 'write: lightning-solo generate RUN|FILE "prompt" [--best] [--max-tokens 256]'
+TAKES = 'write: lightning-solo generate RUN|FILE "prompt" [--best] [--raw] [--max-tokens 256]'
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -27,6 +27,8 @@ def run(arguments: Sequence[str]) -> int:
     module, tokenizer = load_trained(file, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     from transformers import TextStreamer
 
+    if options.raw:
+        tokenizer.chat_template = None
     ids = prompt_ids(tokenizer, options.prompt)
     answer(module.model, tokenizer, ids, tokens, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
     return 0
@@ -40,9 +42,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """
     parser = Parser("generate", (__doc__ or "").splitlines()[0], TAKES)
     parser.add_argument("source", type=Path, metavar="RUN|FILE", help="the folder of a run, or a checkpoint")
-    parser.add_argument("prompt", help="the turn of the user, to which the chat template is applied")
+    parser.add_argument("prompt", help="the user's turn, or the start of a text after data=text")
     parser.add_argument("--best", action="store_true", help="the checkpoint with the lowest loss, not the last one")
-    parser.add_argument("--max-tokens", default="256", metavar="N", help="the length of the longest answer")
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without chat template")
+    parser.add_argument("--max-tokens", default="256", metavar="N", help="the largest length (default %(default)s)")
     return parser.parse_args(arguments)
 
 

@@ -396,7 +396,10 @@ def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None
     from lightning_solo.sweeps.observer import figures
 
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    cells = [(Cell(name), Cell(f"{value:.4f}", value)) for name, value in sorted(metrics.items())]
+    cells = [
+        (Cell(name), Cell(f"{value:.3g}" if 0 < abs(value) < 1e-3 else f"{value:.4f}", value))
+        for name, value in sorted(metrics.items())
+    ]
     unigram = getattr(data, "unigram_perplexity", None)
     if unigram is not None:
         cells.append((Cell("perplexity of byte frequencies alone"), Cell(f"{unigram:.4f}", unigram)))

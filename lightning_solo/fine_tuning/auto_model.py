@@ -66,10 +66,10 @@ class HFAuto(FromFolder):
             raise PresetError(f"model.task={task!r}{nearest(task, TASKS)}write one of {', '.join(TASKS)}")
         self.task, self.auto = task, TASKS[task]
         self.classifies = task.endswith("classification")
-        path = str(folder_of(path))
-        options = {"dtype": dtype, "unused": list(unused), "new_head": self.classifies}
         self._labels = None if labels is None else list(labels)
-        super().__init__(path, optimizer, warmup_steps, early_stopping, options)
+        path, unused = str(folder_of(path)), list(unused)
+        options: dict[str, Any] = {"dtype": dtype, "unused": unused, "new_head": self.classifies}
+        super().__init__(path, warmup_steps, early_stopping, optimizer, **options)
         self.save_hyperparameters(ignore=["optimizer"])
         self.metrics = torch.nn.ModuleDict()
         if self._labels:
@@ -116,7 +116,7 @@ class HFAuto(FromFolder):
             inputs["use_cache"] = cast(Any, False)
         return cast(Tensor, self.model(**inputs).logits)
 
-    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the mean cross-entropy over the labels, in fp32, their number, and the logits."""
         logits, labels = self(batch), batch["labels"]
         count = labels.ne(IGNORED).sum()
@@ -124,21 +124,11 @@ class HFAuto(FromFolder):
         total = F.cross_entropy(flat.float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return total / count.clamp(min=1), count, logits
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss, _, _ = self.loss(batch)
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch["input_ids"]))
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._evaluate("validation", batch)
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._evaluate("test", batch)
-
-    def _evaluate(self, stage: str, batch: dict[str, Tensor]) -> None:
-        loss, count, logits = self.loss(batch)
-        self._log_mean(stage, loss, count, len(batch["input_ids"]))
+    def evaluate(self, stage: str, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Log the loss of a batch, and a classifier's accuracy and F1."""
+        loss, count, logits = super().evaluate(stage, batch)
         for name, metric in self.metrics.items():
             if name.startswith(stage):
                 cast(Metric, metric).update(logits.argmax(-1), batch["labels"])
                 self.log(f"{stage}/{name.removeprefix(f'{stage}_')}", cast(Metric, metric), batch_size=len(logits))
+        return loss, count, logits

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EarlyStopping
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -26,18 +26,20 @@ from lightning_solo.fine_tuning.samples import Samples
 from lightning_solo.nn.adapter_weights import RECORD
 from lightning_solo.nn.embedding_rows import add_rows, names_of_tables
 from lightning_solo.nn.quantized import FORMATS, QuantizedWeight
-from lightning_solo.optim.schedules import warmup_cosine
+from lightning_solo.optim.schedules import continued_rates, warmup_cosine
 
 
 class FromFolder(L.LightningModule):
     """A model of transformers, loaded from a folder when the fit begins.
 
+    Args:
+        options: arguments of `load`; the others are those of `HFCausalLM`.
+
     Attributes:
-        path: the folder.
         config: transformers' configuration.
         model: transformers' model; None before ``configure_model``.
-        trainable_token_indices: name of the embedding, and of a head with a weight of its own -> rows of new tokens,
-            which adapters train.
+        trainable_token_indices: name of the embedding, and of a head with its own weight -> rows of new tokens, which
+            adapters train.
     """
 
     auto = ""
@@ -45,24 +47,22 @@ class FromFolder(L.LightningModule):
 
     def __init__(
         self,
-        path: str | Path,
-        optimizer: Callable[[Iterable[Any]], Optimizer] | None,
+        path: str,
         warmup_steps: int,
         early_stopping: int | None,
-        options: dict[str, Any],
+        optimizer: Callable[[Iterable[Any]], Optimizer] | None,
         new_tokens: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         super().__init__()
-        self.path = str(path)
-        self.config = config_of(Path(path))
-        self.optimizer: Callable[[Iterable[Any]], Optimizer] = optimizer or partial(
-            torch.optim.AdamW, lr=2e-4, weight_decay=0.0
-        )
+        self.path = str(folder_of(path))
+        self.config = config_of(Path(self.path))
+        self.optimizer = optimizer or partial(torch.optim.AdamW, lr=2e-4, weight_decay=0.0)
         self.warmup_steps, self.early_stopping = warmup_steps, early_stopping
-        self._options = options
         self.new_tokens = list(new_tokens)
         self.trainable_token_indices: dict[str, list[int]] = {}
         self.model = None
+        self._options = options
         self._computed: list[tuple[torch.nn.Module, str]] = []
         # metrics, since self.log sums plain numbers in the default dtype, which is bf16 under "bf16-true"
         self.losses = torch.nn.ModuleDict({stage: MeanMetric() for stage in ("validation", "test")})
@@ -100,20 +100,21 @@ class FromFolder(L.LightningModule):
         Raises:
             CheckpointError: a file or tensor is missing, damaged or of another shape.
         """
-        if self.model is None:
-            self.model = load(self.auto, Path(self.path), self.config, **self._options)
-            if self.new_tokens:
-                pieces = add_tokens(tokenizer_of(self.path), self.new_tokens)
-                add_rows(self.model, pieces)
-                tables = names_of_tables(self, self.model)
-                self.trainable_token_indices = dict.fromkeys(tables, sorted(pieces)) if pieces else {}
-            self._computed = [
-                (part, name)
-                for part in self.model.modules()
-                if not isinstance(part, QuantizedWeight)
-                for name, buffer in part._buffers.items()
-                if name in part._non_persistent_buffers_set and buffer is not None and buffer.is_floating_point()
-            ]
+        if self.model is not None:
+            return
+        self.model = load(self.auto, Path(self.path), self.config, **self._options)
+        if self.new_tokens:
+            pieces = add_tokens(tokenizer_of(self.path), self.new_tokens)
+            add_rows(self.model, pieces)
+            tables = names_of_tables(self, self.model)
+            self.trainable_token_indices = dict.fromkeys(tables, sorted(pieces)) if pieces else {}
+        self._computed = [
+            (part, name)
+            for part in self.model.modules()
+            if not isinstance(part, QuantizedWeight)
+            for name, buffer in part._buffers.items()
+            if name in part._non_persistent_buffers_set and buffer is not None and buffer.is_floating_point()
+        ]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Keep the type of buffers that aren't in the files, such as frequencies, which 16 bits would spoil."""
@@ -143,7 +144,7 @@ class FromFolder(L.LightningModule):
             )
 
     def configure_callbacks(self) -> list[Callback]:
-        """Return what stops a run whose validation loss no longer falls."""
+        """Return the callback that stops a run whose validation loss no longer falls."""
         if self.early_stopping is None:
             return []
         return [EarlyStopping("validation/loss", patience=self.early_stopping, check_on_train_epoch_end=False)]
@@ -152,7 +153,7 @@ class FromFolder(L.LightningModule):
         """Return the optimizer of all parameters that are trained; biases and norms don't decay.
 
         Raises:
-            PresetError: all weights are frozen.
+            PresetError: all weights are frozen, or adapters freeze a part that the folder lacks.
         """
         trained = [p for p in self.parameters() if p.requires_grad]
         if not trained:
@@ -176,7 +177,7 @@ class FromFolder(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
     def _check_new_parts(self) -> None:
-        """Refuse to freeze what the folder lacks, which would stay random and be in no checkpoint."""
+        """Refuse to freeze parts that the folder lacks: they would stay random, and be in no checkpoint."""
         new = {id(p) for p in getattr(self.model, "newly_initialised", ())}
         frozen = {
             name.rpartition(".")[0] for name, p in self.model.named_parameters() if id(p) in new and not p.requires_grad
@@ -187,11 +188,43 @@ class FromFolder(L.LightningModule):
                 f" solo.callback.adapters.modules_to_save=[{','.join(parts)}], so that they are trained"
             )
 
-    def _log_mean(self, stage: str, loss: Tensor, weight: Tensor | int, batch_size: int) -> None:
+    def on_train_start(self) -> None:
+        """Set the learning rate of a resumed run by the schedule to the run's new end."""
+        scheduler = self.lr_schedulers()
+        if isinstance(scheduler, LambdaLR) and self.trainer.global_step and (rates := continued_rates(scheduler)):
+            rank_zero_info(
+                f"learning rate: the schedule ends at step {self.trainer.estimated_stepping_batches:.0f} now, so"
+                f" that the rate continues at {rates[0]:.2g}"
+            )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Log the learning rate."""
+        rate = float(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.log("train/learning_rate", torch.tensor(rate, dtype=torch.float32))
+
+    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the mean cross-entropy over the labels, in fp32, and their number."""
+        raise NotImplementedError
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)[0]
+        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch["input_ids"]))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.evaluate("validation", batch)
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.evaluate("test", batch)
+
+    def evaluate(self, stage: str, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Log the loss of a batch as ``validation/loss`` or ``test/loss``; return the results of `loss`."""
+        loss, count, *others = self.loss(batch)
         metric = cast(MeanMetric, self.losses[stage])
         metric.set_dtype(torch.float32)  # "bf16-true" converts it with the module
-        metric.update(loss, weight=weight)
-        self.log(f"{stage}/loss", metric, batch_size=batch_size, prog_bar=True)
+        metric.update(loss, weight=count)
+        self.log(f"{stage}/loss", metric, batch_size=len(batch["input_ids"]), prog_bar=True)
+        return loss, count, *others
 
 
 class HFCausalLM(FromFolder):
@@ -238,10 +271,10 @@ class HFCausalLM(FromFolder):
     ) -> None:
         if quantized is not None and quantized not in FORMATS:
             raise PresetError(f"model.quantized={quantized!r}: write null or {' or '.join(FORMATS)}")
-        path = str(folder_of(path))
+        path, unused = str(folder_of(path)), list(unused)
         new_tokens = new_tokens_of(new_tokens, "model.new_tokens")
-        options = {"dtype": dtype, "quantized": quantized, "unused": list(unused)}
-        super().__init__(path, optimizer, warmup_steps, early_stopping, options, new_tokens)
+        options: dict[str, Any] = {"dtype": dtype, "quantized": quantized, "unused": unused}
+        super().__init__(path, warmup_steps, early_stopping, optimizer, new_tokens, **options)
         # an optimizer factory is code, which belongs neither in a checkpoint nor in a logger's table
         self.save_hyperparameters(ignore=["optimizer"])
         self.samples = samples if isinstance(samples, int) else list(samples)
@@ -252,24 +285,13 @@ class HFCausalLM(FromFolder):
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
         return cast(Tensor, self.model(**inputs, use_cache=False).logits)
 
-    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the mean cross-entropy over the labels, in fp32, and their number; 0 where there are none."""
+    def loss(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the mean cross-entropy over the labels, in fp32, and their number; (0, 0) without labels."""
         labels = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)  # shifted; the logits aren't, and so not copied
         count = labels.ne(IGNORED).sum()
         logits = self(batch).float().flatten(0, 1)
         total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return total / count.clamp(min=1), count
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss, _ = self.loss(batch)
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch["input_ids"]))
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._log_mean("validation", *self.loss(batch), len(batch["input_ids"]))
-
-    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self._log_mean("test", *self.loss(batch), len(batch["input_ids"]))
 
     def configure_callbacks(self) -> list[Callback]:
         """Return the callbacks that stop the run early and write samples."""

@@ -19,7 +19,8 @@ from lightning_solo.nn.adapter_weights import RECORD
 def load_trained(checkpoint: Path, device: torch.device) -> tuple[HFCausalLM, Any]:
     """Return (module, tokenizer) of a checkpoint, in evaluation mode.
 
-    Weights that were in 4 or 8 bits are rounded again, since the adapters were trained on the rounded ones.
+    Weights that were in 4 or 8 bits are rounded again, since the adapters were trained on the rounded ones. The tokenizer
+    has the chat template of training, and none after a training on plain text.
 
     Args:
         checkpoint: of a fit of `HFCausalLM`, with the adapters alone or with all weights.
@@ -33,8 +34,7 @@ def load_trained(checkpoint: Path, device: torch.device) -> tuple[HFCausalLM, An
     names = inspect.signature(HFCausalLM).parameters
     if "path" not in arguments or not {*arguments} <= {*names}:
         raise CheckpointError(
-            f"{checkpoint}: it is of no causal language model from a folder; write the run of a model=hf_causal_lm, as"
-            " in experiment=sft"
+            f"{checkpoint}: it isn't of model=hf_causal_lm; write a run with that model, such as one of experiment=sft"
         )
     module = HFCausalLM(**{**arguments, "samples": 0, "early_stopping": None})
     module.configure_model()
@@ -42,6 +42,6 @@ def load_trained(checkpoint: Path, device: torch.device) -> tuple[HFCausalLM, An
         load_adapters(module, checkpoint)
     else:
         module.load_state_dict(content["state_dict"])
-    chosen = {"tokenizer": module.path, **content.get("datamodule_hyper_parameters", {})}
-    tokenizer = tokenizer_of(chosen["tokenizer"], chosen.get("chat_template"), chosen.get("new_tokens", ()))
-    return module.to(device).eval(), tokenizer
+    data = content.get("datamodule_hyper_parameters", {})
+    folder, template = data.get("tokenizer", module.path), data.get("chat_template")
+    return module.to(device).eval(), tokenizer_of(folder, template, data.get("new_tokens", ()))

@@ -83,6 +83,43 @@ def test_warm_up_that_is_longer_than_the_run_is_warned_of(model_folder: Folder, 
         trained(model_folder("Llama"), make_trainer, optimizer=optimizer, module={"warmup_steps": 1000})
 
 
+class Logged(L.pytorch.loggers.Logger):
+    """Keeps logged metrics."""
+
+    name, version = "logged", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        self.rows.append(metrics)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_learning_rate_is_logged_and_follows_the_schedule_to_the_new_end_after_a_resume(
+    model_folder: Folder, make_trainer: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "last.ckpt"
+
+    def rates(max_steps: int, checkpoint: Path | None = None) -> list[float]:
+        module = HFCausalLM(str(model_folder("Llama")), warmup_steps=2)
+        trainer = make_trainer(L, logger=(logger := Logged()), log_every_n_steps=1, max_steps=max_steps, max_epochs=-1)
+        trainer.fit(module, Rows(), ckpt_path=checkpoint, weights_only=True)
+        trainer.save_checkpoint(file)
+        return [row["train/learning_rate"] for row in logger.rows if "train/loss" in row]
+
+    whole = rates(12)
+    assert len(whole) == 12
+    assert whole[2] == max(whole) == pytest.approx(2e-4)
+    assert rates(6)[-1] < whole[5]
+    with caplog.at_level("INFO"):
+        assert rates(12, file) == whole[6:]
+    assert "the schedule ends at step 12 now" in caplog.text
+
+
 # --- parity ---
 
 

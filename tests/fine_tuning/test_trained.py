@@ -13,11 +13,13 @@ import torch
 
 import lightning_solo as solo
 from lightning_solo.cli.generate import best_of, parse, run
+from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.fine_tuning.causal_lm import HFCausalLM
 from lightning_solo.fine_tuning.samples import answer, prompt_ids
+from lightning_solo.fine_tuning.text import TextData
 from lightning_solo.fine_tuning.trained import load_trained
-from tests.fine_tuning.conftest import Rows
+from tests.fine_tuning.conftest import TEXT, Rows
 from tests.messages import mentions
 from tests.modules import loader, regression
 
@@ -27,13 +29,13 @@ Make = Callable[..., Any]
 CPU = torch.device("cpu")
 
 
-def fitted(folder: Path, make_trainer: Make, run: Path, techniques: Any = (), **options: Any) -> Any:
+def fitted(folder: Path, make_trainer: Make, run: Path, techniques: Any = (), data: Any = None, **options: Any) -> Any:
     """Return a module after a fit that left a best and a last checkpoint in the folder of a run."""
     torch.manual_seed(0)
     best = L.pytorch.callbacks.ModelCheckpoint(run / "checkpoints", monitor="validation/loss", save_last=True)
     module = HFCausalLM(str(folder), optimizer=partial(torch.optim.AdamW, lr=0.02), **options)
     trainer = make_trainer(L, callbacks=[*techniques, best], enable_checkpointing=True, max_epochs=2)
-    trainer.fit(module, Rows())
+    trainer.fit(module, data or Rows())
     return module
 
 
@@ -88,6 +90,32 @@ def test_command_prints_the_answer(
     best.unlink()
     with pytest.raises(CheckpointError, match=mentions("drop --best")):
         run([str(tmp_path), "What is two?", "--best"])
+
+
+def test_prompt_is_continued_as_plain_text_after_a_training_on_text_or_if_it_is_raw(
+    model_folder: Folder, make_trainer: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    folder = model_folder("Llama")
+    data = TextData(str(text), str(folder), max_length=16, cache=str(tmp_path / "cache"))
+    fitted(folder, make_trainer, tmp_path / "text", data=data)
+    fitted(folder, make_trainer, tmp_path / "chat")
+    for run_folder, options in (("text", []), ("chat", ["--raw"])):
+        module, tokenizer = load_trained(tmp_path / run_folder / "checkpoints" / "last.ckpt", CPU)
+        plain, turn = tokenizer_of(folder)("The quick")["input_ids"], prompt_ids(tokenizer_of(folder), "The quick")
+        assert plain != turn
+        tokens = answer(module.model, tokenizer, plain, 6)
+        capsys.readouterr()
+        assert run([str(tmp_path / run_folder), "The quick", "--max-tokens", "6", *options]) == 0
+        assert capsys.readouterr().out.strip() == tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        assert (prompt_ids(tokenizer, "The quick") == plain) == (run_folder == "text")
+
+
+def test_help_names_the_default_length(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert "default 256" in capsys.readouterr().out
 
 
 def test_other_checkpoints_and_options_are_refused(make_trainer: Make, tmp_path: Path) -> None:
