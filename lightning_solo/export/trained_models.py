@@ -343,7 +343,7 @@ def _words(folder: Path | None, new_tokens: Any, data: Mapping[str, Any]) -> Wor
     own = data.get("tokenizer")
     if isinstance(own, str | Path) and Path(own).is_dir():
         folder = Path(own)
-    return Words(folder, new_tokens_of(new_tokens), chat_template_of(data.get("chat_template")))
+    return Words(folder, new_tokens_of(new_tokens), chat_template_of(data.get("chat_template") or None))
 
 
 def _loaded(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.errors import listed
@@ -14,9 +17,15 @@ if TYPE_CHECKING:
     from lightning_solo.fine_tuning.conversations import Encoded
 
 PLACES = 3
-"""Rows of each reason that the report names."""
+"""Number of dropped rows that the report names for each reason."""
 ON_TERMINAL = 60
-"""Tokens of the shown row on the terminal."""
+"""Number of tokens of the shown row on the terminal."""
+NAMES = 10
+"""Number of names of columns and labels in a line."""
+TOO_LONG = "too long"
+"""Reason of dropped rows with too many tokens."""
+MANY = 0.1
+"""Share of such rows above which a warning is given."""
 
 
 @dataclass
@@ -24,48 +33,67 @@ class DataReport:
     """Counts of rows and tokens, and the tokens of one row.
 
     Attributes:
+        max_length: largest number of tokens of a row that is kept.
+        longest: tokens of the longest row that was read.
         read: rows that were read; each is kept or dropped.
         kept: rows that are used.
         dropped: reason -> number of rows.
         places: reason -> places of the first of these rows.
+        unused: column that isn't used -> number of rows with it.
+        repeated: kept rows that are equal to an earlier one.
         tokens: tokens of the kept rows.
-        trained: tokens of these that are trained.
         train: rows to train on.
         validation: rows to validate on.
         shown: (token, id, whether it is trained) of the first row.
     """
 
+    max_length: int = 0
+    longest: int = 0
     read: int = 0
     kept: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
+    unused: Counter[str] = field(default_factory=Counter)
+    repeated: int = 0
     tokens: int = 0
-    trained: int = 0
     train: int = 0
     validation: int = 0
     shown: list[tuple[str, int, bool]] = field(default_factory=list)
 
     def drop(self, reason: str, place: str) -> None:
-        """Count a row that isn't kept."""
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        """Count a row that was read and isn't kept."""
+        self.read += 1
+        self.dropped[reason] += 1
         places = self.places.setdefault(reason, [])
         if len(places) < PLACES:
             places.append(place)
 
-    def show(self, tokenizer: Any, rows: Any) -> None:
-        """Take the tokens of the first row."""
-        first = rows[0]
-        ids, on = first["input_ids"].tolist(), first["labels"].ne(IGNORED).tolist()
-        texts = [tokenizer.decode([id_], clean_up_tokenization_spaces=False) for id_ in ids]
-        self.shown = list(zip(texts, ids, on, strict=True))
+    def show(self, tokenizer: Any, ids: Tensor, labels: Tensor) -> None:
+        """Store the tokens of a row; those with a label are trained."""
+        trained = labels.ne(IGNORED).tolist() if labels.shape == ids.shape else [False] * len(ids)
+        texts = [tokenizer.decode([id_], clean_up_tokenization_spaces=False) for id_ in ids.tolist()]
+        self.shown = list(zip(texts, ids.tolist(), trained, strict=True))
 
     def nothing(self, path: str) -> str:
         """Return the message for a file of which no row is kept."""
         if not self.read:
             return f"{path}: no rows; write one JSON object a line, or the path of another file"
         reasons = "; ".join(f"{reason}: {count:,} ({self._named(reason)})" for reason, count in self.dropped.items())
-        longer = ", such as a larger data.max_length, or data.too_long=cut" if "too long" in self.dropped else ""
-        return f"{path}: none of {self.read:,} rows is left: {reasons}; write other rows or settings{longer}"
+        longer = f", or {self._longer()}" if TOO_LONG in self.dropped else ""
+        return f"{path}: none of {self.read:,} rows is left: {reasons}; write other rows{longer}"
+
+    def warning(self) -> str | None:
+        """Return a warning if many rows are too long."""
+        count = self.dropped[TOO_LONG]
+        if count <= MANY * self.read:
+            return None
+        return (
+            f"{count:,} of {self.read:,} rows are dropped, since they have more than"
+            f" data.max_length={self.max_length} tokens; write {self._longer()}"
+        )
+
+    def _longer(self) -> str:
+        return f"data.max_length={self.longest} for the longest row, or data.too_long=cut"
 
     def tables(self, tokens: int | None = ON_TERMINAL) -> Iterator[Table]:
         """Yield a table of counts, and one of a row's tokens, of which at most ``tokens`` are shown."""
@@ -76,11 +104,8 @@ class DataReport:
             for n, (text, id_, on) in enumerate(shown)
         ]
         left = len(self.shown) - len(shown)
-        yield Table(
-            "the first row, token by token" + (f", without its last {left:,}" if left else ""),
-            ("position", "token", "id", "trained"),
-            rows,
-        )
+        caption = "the first row, token by token" + (f", without its last {left:,}" if left else "")
+        yield Table(caption, ("position", "token", "id", "trained"), rows)
 
     def counts(self) -> Iterator[tuple[Cell, Cell]]:
         """Yield the lines of the first table."""
@@ -88,6 +113,10 @@ class DataReport:
         yield Cell("rows kept"), number(self.kept)
         for reason, count in self.dropped.items():
             yield Cell(f"dropped: {reason}"), Cell(f"{count:,} ({self._named(reason)})")
+        if self.unused:
+            yield Cell("columns that aren't used"), Cell(_counted(self.unused))
+        if self.repeated:
+            yield Cell("rows equal to an earlier one"), number(self.repeated)
         yield Cell("rows to train on"), number(self.train)
         yield Cell("rows to validate on"), number(self.validation)
         yield Cell("tokens"), number(self.tokens)
@@ -102,14 +131,14 @@ class ChatReport(DataReport):
     """Counts of conversations too.
 
     Attributes:
-        max_length: most tokens of a row.
+        trained: tokens of the kept rows that are trained.
         cut: kept rows of which only the first tokens are left.
         answers: answers in the kept rows, before rows were cut.
         ends: answers whose end-of-turn token is trained.
         prefixes: answers that begin where the template ends the prompt for them.
     """
 
-    max_length: int = 0
+    trained: int = 0
     cut: int = 0
     answers: int = 0
     ends: int = 0
@@ -117,7 +146,8 @@ class ChatReport(DataReport):
 
     def keep(self, row: Encoded) -> None:
         """Count a row that is kept, of which ``ids`` are left."""
-        self.kept += 1
+        self.tokens += len(row.ids)
+        self.trained += sum(row.trained)
         self.answers += row.answers
         self.ends += sum(place < len(row.ids) for place in row.ends)
         self.prefixes += row.answers * row.prefixes
@@ -139,13 +169,35 @@ class TextReport(DataReport):
         changed: rule -> number of kept documents that it changed.
     """
 
-    changed: dict[str, int] = field(default_factory=dict)
+    changed: Counter[str] = field(default_factory=Counter)
 
     def counts(self) -> Iterator[tuple[Cell, Cell]]:
         """Yield the lines of the first table."""
         yield from super().counts()
         for rule, count in self.changed.items():
             yield Cell(f"changed: {rule}"), number(count)
+
+
+@dataclass
+class LabelReport(DataReport):
+    """Counts of labels too.
+
+    Attributes:
+        labels: name -> number of rows or words with this label, in the order of their first occurrence.
+    """
+
+    labels: Counter[str] = field(default_factory=Counter)
+
+    def counts(self) -> Iterator[tuple[Cell, Cell]]:
+        """Yield the lines of the first table."""
+        yield from super().counts()
+        if self.labels:
+            yield Cell("labels"), Cell(_counted(self.labels))
+
+
+def _counted(names: Counter[str]) -> str:
+    """Return the most frequent names with their counts."""
+    return listed([f"{name} ({count:,})" for name, count in names.most_common()], NAMES)
 
 
 def _mark(on: bool) -> Cell:

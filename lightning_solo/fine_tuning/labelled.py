@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
+from lightning_solo.atomic_files import read_json
 from lightning_solo.data.loss_weights import IGNORED
-from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.errors import PresetError, nearest
-from lightning_solo.fine_tuning.mapped_rows import share_of
-from lightning_solo.fine_tuning.rows import read_rows
+from lightning_solo.fine_tuning.data_report import LabelReport
+from lightning_solo.fine_tuning.mapped_rows import Collate, MappedRows, RowWriter, padded, share_of
+from lightning_solo.fine_tuning.rows import RowError, read_rows
 
 KEYS = {
     "sequence_classification": ("text", "label"),
@@ -26,173 +24,170 @@ KEYS = {
     "seq2seq_lm": ("source", "target"),
 }
 """Task -> keys of a row."""
+UNLABELLED = 2**31 - 1
+"""Stored label of a token that has none."""
 
 
-class LabelledRows(L.LightningDataModule):
+@dataclass(eq=False, repr=False, kw_only=True)
+class LabelledRows(MappedRows):
     """Rows of a file as padded batches of ``input_ids``, ``attention_mask`` and ``labels``.
 
     Rows are ``{"text": ..., "label": ...}`` (with ``"pair"`` for two texts), ``{"tokens": [...], "labels": [...]}``,
     ``{"text": ...}`` or ``{"source": ..., "target": ...}``, by the task. Longer rows are cut.
 
-    Attributes:
-        labels: names of a classifier's labels: those of the tokenizer's folder if it has all that occur, else those
-            that occur, sorted.
-
     Args:
-        path: of the rows, as `read_rows` takes them.
-        tokenizer: folder of the tokenizer.
         task: one of `KEYS`.
-        max_length: tokens of a row at most.
-        batch_size: rows of a batch.
-        validation_share: share of the rows to validate on, by a hash of each row's content.
         mask_share: share of the tokens that a masked language model predicts.
-        seed: of the order.
-        num_workers: processes that load batches.
 
-    Raises:
-        PresetError: an argument is out of range.
+    The other arguments are those of `MappedRows`.
+
+    Attributes:
+        labels: names of a classifier's labels, after ``setup``: those of the tokenizer's folder if it has all labels of
+            the rows, else those of the rows, sorted.
     """
 
-    def __init__(
-        self,
-        path: str,
-        tokenizer: str,
-        task: str,
-        max_length: int = 256,
-        batch_size: int = 16,
-        validation_share: float = 0.1,
-        mask_share: float = 0.15,
-        seed: int = 0,
-        num_workers: int = 0,
-    ) -> None:
-        super().__init__()
-        if task not in KEYS:
-            raise PresetError(f"data.task={task!r}{nearest(task, KEYS)}write one of {', '.join(KEYS)}")
-        for name, share in (("validation_share", validation_share), ("mask_share", mask_share)):
-            if not 0 < share < 1:
-                raise PresetError(f"data.{name}={share}: write a number between 0 and 1")
-        if min(max_length, batch_size) < 1:
-            raise PresetError(f"data.max_length={max_length}, data.batch_size={batch_size}: write at least 1")
-        self.save_hyperparameters("tokenizer", logger=False)
-        self.path, self.tokenizer, self.task = path, tokenizer, task
-        self.max_length, self.batch_size, self.num_workers = max_length, batch_size, num_workers
-        self.validation_share, self.mask_share, self.seed = validation_share, mask_share, seed
+    max_length: int = 256
+    batch_size: int = 16
+    validation_share: float = 0.1
+    task: str
+    mask_share: float = 0.15
+    report_class: ClassVar[type[LabelReport]] = LabelReport
+
+    def __post_init__(self) -> None:
+        if self.task not in KEYS:
+            raise PresetError(f"data.task={self.task!r}{nearest(self.task, KEYS)}write one of {', '.join(KEYS)}")
+        if not 0 < self.mask_share < 1:
+            raise PresetError(f"data.mask_share={self.mask_share}: write a number between 0 and 1")
+        super().__post_init__()
         self.labels: list[str] = []
-        self.vocabulary = 0
-        self.pad_token_id: int | None = None
-        self._tokenizer: Any = None
-        self._rows: dict[str, list[dict[str, list[int] | int]]] = {}
 
-    def setup(self, stage: str) -> None:
-        """Read and tokenize the rows.
+    def settings(self) -> list[Any]:
+        return [self.task]
 
-        Raises:
-            PresetError: a row lacks a key or is of another kind; names file and line.
-        """
-        if self._rows:
-            return
-        self._tokenizer = tokenizer = tokenizer_of(self.tokenizer)
-        self.vocabulary, self.pad_token_id = len(tokenizer), tokenizer.pad_token_id
-        if self.task == "masked_lm" and tokenizer.mask_token_id is None:
-            raise PresetError(f"data.task=masked_lm: the tokenizer in {self.tokenizer} has no mask token")
-        rows = list(read_rows(self.path))
-        for place, row in rows:
-            _check(place, row, self.task)
-        if self.task.endswith("classification"):
-            self.labels = self._names(rows)
-        items = [self._item(place, row) for place, row in rows]
-        shares = [share_of(row) for _, row in rows]
-        most = max(sorted(shares)[0], self.validation_share)  # at least one row
-        held = [share <= most for share in shares]
-        if all(held):
-            raise PresetError(f"{self.path}: none of {len(items)} rows is left to train on; write more rows")
-        self._rows = {
-            "validation": [item for item, out in zip(items, held, strict=True) if out],
-            "train": [item for item, out in zip(items, held, strict=True) if not out],
-        }
+    def columns(self) -> Sequence[str]:
+        return [*KEYS[self.task], *(["pair"] if self.task == "sequence_classification" else [])]
 
-    def _names(self, rows: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-        found = {name for _, row in rows for name in _labels(row)}
-        file = Path(self.tokenizer) / "config.json"
-        saved = json.loads(file.read_text(encoding="utf-8")).get("id2label", {}) if file.is_file() else {}
-        names = [str(saved[key]) for key in sorted(saved, key=int)]
-        return names if found <= {*names} else sorted(found)
+    def tokenize(self, tokenizer: Any, writer: RowWriter) -> None:
+        """Write each row as the complements of its tokens, then its labels."""
+        numbers: dict[str, int] = {}  # of labels, in the order of their first occurrence
+        for row in read_rows(self.path, writer.drop):
+            with writer.row(row):
+                check(row.value, self.task)
+                ids, labels = self._encoded(row.value, tokenizer)
+                if not ids:
+                    raise RowError("no token", "no token is left of this row; drop it")
+                names = [name for name in labels if isinstance(name, str)]
+                writer.report.labels.update(names)
+                for name in names:
+                    numbers.setdefault(name, len(numbers))
+                stored = [numbers[label] if isinstance(label, str) else label for label in labels]
+                writer.report.tokens += len(ids)
+                writer.add([*(~id_ for id_ in ids), *stored], share_of(row.value, self.columns()))
 
-    def _item(self, place: str, row: dict[str, Any]) -> dict[str, Any]:
-        labels: list[int] | int
+    def _encoded(self, row: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[int | str]]:
+        """Return the tokens of a row, and its labels: names, or numbers of tokens."""
         cut = {"truncation": True, "max_length": self.max_length}
         if self.task == "token_classification":
-            encoded = self._tokenizer(row["tokens"], is_split_into_words=True, **cut)
+            encoded = tokenizer(row["tokens"], is_split_into_words=True, **cut)
             words = encoded.word_ids()
+            pairs = zip(words, [None, *words], strict=False)
             # a word's first token has its label
-            first = [word is not None and (not index or words[index - 1] != word) for index, word in enumerate(words)]
-            names = _labels(row)
-            labels = [self.labels.index(names[w]) if f else IGNORED for w, f in zip(words, first, strict=True)]
-        elif self.task == "seq2seq_lm":
-            encoded = self._tokenizer(row["source"], **cut)
-            labels = self._tokenizer(text_target=row["target"], **cut)["input_ids"]
-        else:
-            encoded = self._tokenizer(row["text"], row.get("pair"), **cut)
-            labels = self.labels.index(str(row["label"])) if self.task == "sequence_classification" else []
-        if not encoded["input_ids"]:
-            raise PresetError(f"{place}: no token is left of this row; drop it")
-        return {"input_ids": encoded["input_ids"], "labels": labels}
+            names = [UNLABELLED if word in (None, before) else str(row["labels"][word]) for word, before in pairs]
+            return encoded["input_ids"], names
+        if self.task == "seq2seq_lm":
+            target = tokenizer(text_target=row["target"], **cut)["input_ids"]
+            return tokenizer(row["source"], **cut)["input_ids"], target
+        ids = tokenizer(row["text"], row.get("pair"), **cut)["input_ids"]
+        return ids, [str(row["label"])] if self.task == "sequence_classification" else []
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Return shuffled batches."""
-        return self._loader("train", shuffle=True, generator=torch.Generator().manual_seed(self.seed))
+    def collate(self, tokenizer: Any, split: str) -> Collate:
+        """Return the function that makes a batch; the masked tokens of a validation row are the same each time."""
+        if self.task == "masked_lm":
+            if tokenizer.mask_token_id is None:
+                raise PresetError(f"data.task=masked_lm: the tokenizer in {self.tokenizer} has no mask token")
+            return MaskedBatch(tokenizer, self.pad_token_id, self.mask_share, fixed=split == "validation")
+        assert isinstance(self.report, LabelReport)
+        found = list(self.report.labels)
+        saved = (read_json(Path(self.tokenizer) / "config.json") or {}).get("id2label", {})
+        names = [str(saved[key]) for key in sorted(saved, key=int)]
+        self.labels = names if {*found} <= {*names} else sorted(found)
+        return LabelledBatch(self.pad_token_id, [self.labels.index(name) for name in found], self.task)
 
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Return batches whose masked tokens are the same each time."""
-        return self._loader("validation")
 
-    test_dataloader = val_dataloader
+class LabelledBatch:
+    """Makes a batch of rows that are stored as tokens and labels.
 
-    def _loader(self, split: str, **options: Any) -> DataLoader[Any]:
-        collate = partial(self._batch, fixed=split == "validation")
-        rows: Any = self._rows[split]
-        return DataLoader(rows, self.batch_size, collate_fn=collate, num_workers=self.num_workers, **options)
+    Args:
+        pad: token of the padding.
+        numbers: number of each stored label among the names of labels; empty for tokens as labels.
+        task: one of `KEYS`.
+    """
 
-    def _batch(self, items: list[dict[str, Any]], *, fixed: bool) -> dict[str, Tensor]:
-        pad = self.pad_token_id or 0
-        ids = _padded([item["input_ids"] for item in items], pad)
-        lengths = torch.tensor([len(item["input_ids"]) for item in items])
-        batch = {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long()}
-        if self.task == "sequence_classification":
-            return {**batch, "labels": torch.tensor([item["labels"] for item in items])}
-        if self.task != "masked_lm":
-            return {**batch, "labels": _padded([item["labels"] for item in items], IGNORED)}
-        generator = torch.Generator().manual_seed(int(ids.sum())) if fixed else None
-        return {**batch, **self._masked(batch, generator)}
+    def __init__(self, pad: int, numbers: Sequence[int], task: str) -> None:
+        self.pad, self.numbers, self.task = pad, torch.tensor(numbers), task
 
-    def _masked(self, batch: dict[str, Tensor], generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Return ids and labels with masked tokens: of those chosen 80 % become masks, 10 % random (Devlin 2018)."""
+    def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return ``input_ids`` and ``attention_mask``, (rows, longest row), and ``labels``, for sequences (rows,)."""
+        ids = [row["input_ids"][row["labels"] == IGNORED] for row in rows]
+        labels = [self._labels(row["labels"][row["labels"] != IGNORED]) for row in rows]
+        return {
+            "input_ids": padded(ids, self.pad),
+            "attention_mask": padded([torch.ones_like(each) for each in ids], 0),
+            "labels": torch.cat(labels) if self.task == "sequence_classification" else padded(labels, IGNORED),
+        }
+
+    def _labels(self, stored: Tensor) -> Tensor:
+        if not len(self.numbers):
+            return stored
+        has_label = stored != UNLABELLED
+        return torch.where(has_label, self.numbers[stored * has_label], IGNORED)
+
+
+class MaskedBatch(LabelledBatch):
+    """Makes a batch of texts in which some tokens are masked.
+
+    Args:
+        tokenizer: of transformers.
+        pad: token of the padding.
+        share: share of the tokens that are predicted.
+        fixed: whether a batch has the same masks each time.
+    """
+
+    def __init__(self, tokenizer: Any, pad: int, share: float, *, fixed: bool) -> None:
+        super().__init__(pad, [], "masked_lm")
+        self.special, self.mask = torch.tensor(tokenizer.all_special_ids), tokenizer.mask_token_id
+        self.vocabulary, self.share, self.fixed = len(tokenizer), share, fixed
+
+    def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return a batch: of the predicted tokens 80 % become masks and 10 % random ones (Devlin et al. 2018)."""
+        batch = super().__call__(rows)
         ids = batch["input_ids"]
-        special = torch.isin(ids, torch.tensor(self._tokenizer.all_special_ids)) | batch["attention_mask"].eq(0)
-        chosen = (torch.rand(ids.shape, generator=generator) < self.mask_share) & ~special
+        generator = torch.Generator().manual_seed(int(ids.sum())) if self.fixed else None
+        special = torch.isin(ids, self.special) | batch["attention_mask"].eq(0)
+        predicted = (torch.rand(ids.shape, generator=generator) < self.share) & ~special
         kind = torch.rand(ids.shape, generator=generator)
         words = torch.randint(self.vocabulary, ids.shape, generator=generator)
-        changed = torch.where(kind < 0.8, self._tokenizer.mask_token_id, torch.where(kind < 0.9, words, ids))
-        return {"input_ids": torch.where(chosen, changed, ids), "labels": torch.where(chosen, ids, IGNORED)}
+        changed = torch.where(kind < 0.8, self.mask, torch.where(kind < 0.9, words, ids))
+        return {
+            **batch,
+            "input_ids": torch.where(predicted, changed, ids),
+            "labels": torch.where(predicted, ids, IGNORED),
+        }
 
 
-def _labels(row: dict[str, Any]) -> list[str]:
-    return [str(name) for name in (row["labels"] if "labels" in row else [row["label"]])]
+def check(row: Mapping[str, Any], task: str) -> None:
+    """Refuse a row that lacks a key of the task, or has a value of another type.
 
-
-def _check(place: str, row: dict[str, Any], task: str) -> None:
-    missing = [key for key in KEYS[task] if key not in row]
+    Raises:
+        RowError: names the key.
+    """
+    keys = " and ".join(KEYS[task])
     kind = list if task == "token_classification" else str
-    wrong = [key for key in KEYS[task] if key in row and key != "label" and not isinstance(row[key], kind)]
-    if missing or wrong:
-        there = f"it has {', '.join(row)}" if missing else f"{wrong[0]} is a {type(row[wrong[0]]).__name__}"
-        raise PresetError(f"{place}: a row of {task} has {' and '.join(KEYS[task])}; {there}")
+    for key in KEYS[task]:
+        if row.get(key) is None:
+            raise RowError(f"no {key}", f"a row of {task} has {keys}; it has {', '.join(row)}")
+        if key != "label" and not isinstance(row[key], kind):
+            raise RowError(f"type of {key}", f"a row of {task} has {keys}; {key} is a {type(row[key]).__name__}")
     if task == "token_classification" and len(row["tokens"]) != len(row["labels"]):
-        raise PresetError(f"{place}: {len(row['tokens'])} tokens and {len(row['labels'])} labels; write one for each")
-
-
-def _padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    result = torch.full((len(rows), max(map(len, rows))), value)
-    for index, row in enumerate(rows):
-        result[index, : len(row)] = torch.tensor(row)
-    return result
+        count = len(row["tokens"])
+        raise RowError("number of labels", f"{count} tokens and {len(row['labels'])} labels; write one for each")

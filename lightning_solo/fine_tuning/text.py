@@ -5,17 +5,27 @@ from __future__ import annotations
 import hashlib
 import html
 import re
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_solo.data.tokenizers import new_tokens_of
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.fine_tuning.conversations import plain_text
 from lightning_solo.fine_tuning.data_report import TextReport
-from lightning_solo.fine_tuning.mapped_rows import MappedRows, Written, at_least, one_of, share_of
-from lightning_solo.fine_tuning.rows import Row, RowError, example, read_rows, row_files
+from lightning_solo.fine_tuning.mapped_rows import MappedRows, RowWriter, one_of, share_of
+from lightning_solo.fine_tuning.rows import (
+    EXAMPLES,
+    LeftOutError,
+    Row,
+    RowError,
+    read_rows,
+    refuse_half_characters,
+    row_files,
+)
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufeff\ufffe\uffff]")
 BINARY = 0.1
@@ -71,29 +81,28 @@ def cleaned(text: str, cleaning: Cleaning) -> tuple[str, list[str]]:
     ('Read this:  now', ['markup', 'URLs'])
 
     Raises:
-        RowError: a rule drops the document; its `reason` is the rule.
+        LeftOutError: a rule drops the document; its `reason` is the rule.
     """
+    if len(CONTROL.findall(text)) > BINARY * len(text):
+        raise LeftOutError("control characters", "it is no text")
+    rules: dict[str, Callable[[str], str]] = {"control characters": partial(CONTROL.sub, "")}
+    if cleaning.markup == "remove":
+        rules["markup"] = lambda text: html.unescape(MARKUP.sub("", text))
+    if cleaning.urls == "remove":
+        rules["URLs"] = partial(URL.sub, "")
     changed = []
-    count = len(CONTROL.findall(text))
-    if count > BINARY * len(text):
-        raise RowError("control characters", f"{count:,} of {len(text):,} characters are control characters")
-    if count:
-        text = CONTROL.sub("", text)
-        changed.append("control characters")
-    if cleaning.markup == "remove" and (plain := html.unescape(MARKUP.sub("", text))) != text:
-        text = plain
-        changed.append("markup")
-    if cleaning.urls == "remove" and (plain := URL.sub("", text)) != text:
-        text = plain
-        changed.append("URLs")
+    for rule, change in rules.items():
+        if (plain := change(text)) != text:
+            text = plain
+            changed.append(rule)
     if not text.strip():
-        raise RowError("empty", "it has no text")
+        raise LeftOutError("empty", "it has no text")
     if len(text) < cleaning.min_chars:
-        raise RowError("too few characters", f"it has {len(text):,} characters")
+        raise LeftOutError("too few characters", f"it has {len(text):,} characters")
     if cleaning.max_chars is not None and len(text) > cleaning.max_chars:
-        raise RowError("too many characters", f"it has {len(text):,} characters")
+        raise LeftOutError("too many characters", f"it has {len(text):,} characters")
     if cleaning.low_quality == "drop" and (reason := low_quality(text)):
-        raise RowError(f"low quality: {reason}", f"{reason}, as in no prose")
+        raise LeftOutError(f"low quality: {reason}", "it is no prose")
     return text, changed
 
 
@@ -116,61 +125,50 @@ def low_quality(text: str) -> str | None:
     return next((reason for reason, broken in rules.items() if broken), None)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class TextData(MappedRows):
     """Batches of windows of text, of which every token is trained, as for continued pretraining.
 
-    Documents are cleaned and tokenized once. Each ends with the end token. A window may have several documents, which
-    see one another.
+    Documents are cleaned and tokenized once. Each ends with the end token. Windows have ``max_length`` tokens. A window
+    may have several documents, which see one another. Validation gets whole documents, or the last windows where
+    these would be none or all.
 
     Args:
         path: file of rows with ``text``; or a folder of text files, each a document, and of files of such rows.
-        tokenizer: the model's folder, which has the tokenizer.
-        max_length: tokens of a window.
-        batch_size: windows in a batch.
         files: pattern of the text files in a folder, at any depth.
         cleaning: arguments of `Cleaning` by name.
-        bad_rows: "refuse" or "drop" rows that can't be read.
-        validation_share: share of the documents that validation gets, by a hash of each one's content.
         new_tokens: texts that become tokens, or a file with one a line; the model gets rows for them.
-        cache: folder of the tokens, by default ``lightning_solo/tokens`` in the user's cache folder.
-        num_workers: processes that load batches.
-        seed: of the order.
 
-    Raises:
-        PresetError: an argument is out of range.
+    The other arguments are those of `MappedRows`.
     """
 
-    def __init__(
-        self,
-        path: str,
-        tokenizer: str,
-        max_length: int = 1024,
-        batch_size: int = 8,
-        files: str = "*.txt",
-        cleaning: Mapping[str, Any] | None = None,
-        bad_rows: str = "refuse",
-        validation_share: float = 0.05,
-        new_tokens: str | list[str] | None = None,
-        cache: str | None = None,
-        num_workers: int = 0,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(path, tokenizer, batch_size, bad_rows, validation_share, cache, num_workers, seed)
-        at_least("max_length", max_length, 2)
-        new_tokens = new_tokens_of(new_tokens)
-        self.save_hyperparameters("tokenizer", "new_tokens", logger=False)
-        self.max_length, self.pattern, self.new_tokens = max_length, files, new_tokens
-        self.cleaning = Cleaning.of(cleaning)
+    max_length: int = 1024
+    batch_size: int = 8
+    files: str = "*.txt"
+    cleaning: Mapping[str, Any] | None = None
+    new_tokens: str | Sequence[str] | None = None
+    report_class: ClassVar[type[TextReport]] = TextReport
 
-    def new_report(self) -> TextReport:
-        return TextReport()
+    def __post_init__(self) -> None:
+        self.new_tokens = new_tokens_of(self.new_tokens)
+        self._cleaning = Cleaning.of(self.cleaning)
+        super().__post_init__()
 
-    def files(self) -> list[Path]:
+    def tokenizer_arguments(self) -> tuple[str, str | None, Sequence[str]]:
+        return self.tokenizer, "", self.new_tokens or ()  # no chat template: prompts are plain text, too
+
+    def settings(self) -> list[Any]:
+        return [self.files, self.validation_share, asdict(self._cleaning)]
+
+    def columns(self) -> Sequence[str]:
+        return ["text"]
+
+    def sources(self) -> list[Path]:
         """Return text files and files of rows, in order."""
         path = Path(self.path)
         if not path.is_dir():
-            return [path] if path.match(self.pattern) and path.is_file() else row_files(path)
-        texts = [file for file in sorted(path.rglob(self.pattern)) if file.is_file()]
+            return [path] if path.match(self.files) and path.is_file() else row_files(path)
+        texts = [file for file in sorted(path.rglob(self.files)) if file.is_file()]
         try:
             return [*texts, *(file for file in row_files(path) if file not in texts)]
         except PresetError as error:
@@ -178,60 +176,47 @@ class TextData(MappedRows):
                 return texts
             raise PresetError(f"{error}; write data.files=<a pattern of text files>") from None
 
-    def settings(self) -> list[Any]:
-        return [self.pattern, self.validation_share, asdict(self.cleaning)]
-
-    def tokenize(self, tokenizer: Any, written: Written) -> None:
-        """Add windows of all documents that are kept, and count the others."""
-        report, seen = written.report, set()
-        waiting: dict[float, list[int]] = {0.0: [], 1.0: []}  # by what the windows are for
-        for row in self._documents(written):
-            try:
-                text = _text(row.value)
-            except RowError as error:
-                written.bad(RowError(error.reason, f"{row.place}: {error}"))
-                continue
-            report.read += 1
-            try:
-                text, changed = cleaned(text, self.cleaning)
-            except RowError as error:
-                report.drop(error.reason, row.place)
-                continue
-            digest = hashlib.blake2b(text.strip().encode(), digest_size=16).digest()
-            if self.cleaning.duplicates == "drop" and digest in seen:
-                report.drop("duplicate", row.place)
-                continue
-            seen.add(digest)
-            report.kept += 1
-            for rule in changed:
-                report.changed[rule] = report.changed.get(rule, 0) + 1
-            share = 0.0 if share_of({"text": text}) < self.validation_share else 1.0
-            tokens = waiting[share] + plain_text(tokenizer, "", text).ids
-            whole = len(tokens) - len(tokens) % self.max_length
-            for begin in range(0, whole, self.max_length):
-                self._add(written, tokens[begin : begin + self.max_length], share)
-            waiting[share] = tokens[whole:]
-        for share, tokens in waiting.items():
+    def tokenize(self, tokenizer: Any, writer: RowWriter) -> None:
+        """Write windows of all documents that are kept."""
+        report, seen = writer.report, set[bytes]()
+        streams: dict[bool, list[int]] = {False: [], True: []}  # whether they are for validation -> tokens
+        for row in self._documents(writer):
+            with writer.row(row):
+                text, changed = cleaned(_text(row.value), self._cleaning)
+                digest = hashlib.blake2b(text.strip().encode(), digest_size=16).digest()
+                if self._cleaning.duplicates == "drop" and digest in seen:
+                    raise LeftOutError("duplicate", "it is equal to an earlier one")
+                seen.add(digest)
+                report.changed.update(changed)
+                held_out = share_of({"text": text}, ["text"]) < self.validation_share
+                tokens = streams[held_out] + plain_text(tokenizer, "", text).ids
+                whole = len(tokens) - len(tokens) % self.max_length
+                for begin in range(0, whole, self.max_length):
+                    self._add(writer, tokens[begin : begin + self.max_length], held_out)
+                streams[held_out] = tokens[whole:]
+        for held_out, tokens in streams.items():
             if len(tokens) > 1:
-                self._add(written, tokens, share)
+                self._add(writer, tokens, held_out)
+        if min(writer.shares, default=0) > 0 or max(writer.shares, default=0) < 0:
+            count = len(writer.shares)
+            writer.shares = array("d", (1 - n / count for n in range(1, count + 1)))
 
-    def _add(self, written: Written, ids: list[int], share: float) -> None:
-        written.add(ids, [True] * len(ids), share)
+    def _add(self, writer: RowWriter, ids: list[int], held_out: bool) -> None:
+        number = len(writer.shares) + 1
+        writer.report.tokens += len(ids)
+        writer.add(ids, -number if held_out else number)
 
-    def _documents(self, written: Written) -> Iterator[Row]:
-        for file in self.files():
-            if file.match(self.pattern):
+    def _documents(self, writer: RowWriter) -> Iterator[Row]:
+        for file in self.sources():
+            if file.match(self.files):
                 yield Row(str(file), {"text": file.read_bytes().decode("utf-8-sig", "replace")})
             else:
-                yield from read_rows(file, written.bad)
+                yield from read_rows(file, writer.drop)
 
 
 def _text(value: Mapping[str, Any]) -> str:
     text = value.get("text")
     if not isinstance(text, str):
-        raise RowError("no text", f"its text is {text!r}; write {example('text')}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RowError("half a character", f"it has half of a surrogate pair ({error.reason}); write UTF-8") from error
+        raise RowError("no text", f"its text is {text!r}; write {EXAMPLES['text']}")
+    refuse_half_characters(text)
     return text

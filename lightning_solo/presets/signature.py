@@ -25,6 +25,8 @@ class _Names(dict[str, Any]):
 
 _NAMES = _Names({name: getattr(typing, name) for name in ("Any", "Callable", "Literal", "Optional", "Union")})
 _NAMES.update(Mapping=Mapping, Sequence=Sequence)
+PSEUDO_FIELDS = ("ClassVar", "KW_ONLY")
+"""Annotations in a dataclass that make no field."""
 
 
 @functools.cache
@@ -35,17 +37,33 @@ def parameters(target: str) -> dict[str, Parameter]:
     assert file is not None, f"the registry names a missing module: {module}"
     tree = ast.parse(file.read_text(encoding="utf-8"))
     node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
-    init = next(n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    if init is None:
+        return _fields(node, tree)
     arguments = init.args.args[1:] + init.args.kwonlyargs
     missing = [None] * (len(init.args.args) - 1 - len(init.args.defaults))
     defaults = [*missing, *init.args.defaults, *init.args.kw_defaults]
     return {
-        arg.arg: Parameter(
-            kind=_evaluate(arg.annotation) if arg.annotation else Any,
-            default=REQUIRED if default is None else _literal(default, tree),
-        )
-        for arg, default in zip(arguments, defaults, strict=True)
+        arg.arg: _parameter(arg.annotation, default, tree) for arg, default in zip(arguments, defaults, strict=True)
     }
+
+
+def _fields(node: ast.ClassDef, tree: ast.Module) -> dict[str, Parameter]:
+    """Return the arguments of a dataclass: the fields of its bases in this package, then its own."""
+    modules = {name.name: n.module for n in tree.body if isinstance(n, ast.ImportFrom) for name in n.names}
+    bases = [ast.unparse(base) for base in node.bases]
+    found = {key: p for base in bases if base in modules for key, p in parameters(f"{modules[base]}:{base}").items()}
+    for each in node.body:
+        if isinstance(each, ast.AnnAssign) and ast.unparse(each.annotation).partition("[")[0] not in PSEUDO_FIELDS:
+            found[ast.unparse(each.target)] = _parameter(each.annotation, each.value, tree)
+    return found
+
+
+def _parameter(annotation: ast.expr | None, default: ast.expr | None, tree: ast.Module) -> Parameter:
+    return Parameter(
+        kind=_evaluate(annotation) if annotation else Any,
+        default=REQUIRED if default is None else _literal(default, tree),
+    )
 
 
 def _literal(node: ast.expr, tree: ast.Module) -> Any:

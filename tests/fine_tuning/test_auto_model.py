@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lightning_solo as solo
+from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.fine_tuning.auto_model import HFAuto
 from lightning_solo.fine_tuning.labelled import IGNORED, LabelledRows
@@ -48,7 +49,7 @@ def rows_of(folder: Path, task: str, count: int = 24) -> Path:
 
 
 def data_of(folder: Path, file: Path, task: str, **options: Any) -> LabelledRows:
-    return LabelledRows(str(file), str(folder), task, batch_size=4, **options)
+    return LabelledRows(str(file), str(folder), task=task, **{"batch_size": 4, "cache": str(file.parent), **options})
 
 
 QUICK = CASES[1]
@@ -159,7 +160,7 @@ def test_masks_are_the_same_at_each_validation_and_others_in_training(model_fold
     assert 0.1 < share < 0.2
     assert any(b["attention_mask"].eq(0).any() for b in batches)
     assert not any(b["labels"][b["attention_mask"].eq(0)].ne(IGNORED).any() for b in batches)
-    mask = data._tokenizer.mask_token_id
+    mask = tokenizer_of(data.tokenizer).mask_token_id
     replaced = [b["input_ids"][b["labels"].ne(IGNORED)].eq(mask).float().mean().item() for b in batches]
     assert 0.6 < sum(replaced) / len(replaced) < 0.95
     again = list(data.train_dataloader())
@@ -172,12 +173,33 @@ def test_masks_are_the_same_at_each_validation_and_others_in_training(model_fold
 
 def test_a_words_first_token_has_its_label(model_folder: Folder, tmp_path: Path) -> None:
     folder = model_folder("Bert", "ForMaskedLM")
-    data = data_of(folder, rows_of(tmp_path, "token_classification"), "token_classification")
+    rows = [{"tokens": ["zyx", "fox"], "labels": labels} for labels in (["animal", "O"], ["animal", "animal"])]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = data_of(folder, tmp_path / "rows.jsonl", "token_classification", validation_share=0.0)
     data.setup("fit")
     assert data.labels == ["O", "animal"]
-    item = data._item("rows:1", {"tokens": ["zyx", "fox"], "labels": ["animal", "O"]})
-    assert [label for label in item["labels"] if label != IGNORED] == [1, 0]
-    assert len(item["labels"]) == len(item["input_ids"]) > 2
+    batch = next(iter(data.train_dataloader()))
+    assert batch["labels"].shape == batch["input_ids"].shape
+    assert batch["input_ids"].shape[1] > 2
+    tokenizer = tokenizer_of(folder)
+    for word, labels in (("zyx", {1}), ("fox", {0, 1})):
+        first = tokenizer([word], is_split_into_words=True, add_special_tokens=False)["input_ids"][0]
+        assert {*batch["labels"][batch["input_ids"].eq(first)].tolist()} - {IGNORED} == labels
+    assert batch["labels"].ne(IGNORED).sum() == 4
+
+
+def test_labels_are_counted_and_rows_come_from_the_cache(model_folder: Folder, tmp_path: Path) -> None:
+    folder, task = model_folder("Bert", "ForMaskedLM"), "sequence_classification"
+    file, batches = rows_of(tmp_path, task, 9), []
+    for _ in range(2):
+        data = data_of(folder, file, task)
+        data.setup("fit")
+        batches.append(next(iter(data.val_dataloader())))
+        cells = {row[0].text: row[1].text for row in next(data.report.tables()).rows}  # type: ignore[union-attr]
+        assert cells["labels"] == "dogs (5), foxes (4)"
+        assert (cells["rows kept"], cells["rows to validate on"]) == ("9", str(len(batches[0]["labels"])))
+    assert len(list(tmp_path.glob("*.tokens"))) == 1
+    assert all(torch.equal(batches[0][key], batches[1][key]) for key in batches[0])
 
 
 def test_labels_of_the_folder_keep_their_order(model_folder: Folder, tmp_path: Path) -> None:
@@ -195,8 +217,11 @@ def test_bad_rows_and_settings_are_refused(model_folder: Folder, tmp_path: Path)
         ("token_classification", {"tokens": ["a"], "labels": []}, ["rows.jsonl:2", "1 tokens", "0 labels"]),
     ):
         file.write_text(json.dumps(ROWS[task](0)) + "\n" + json.dumps(row) + "\n")
-        with pytest.raises(PresetError, match=mentions(*words)):
+        with pytest.raises(PresetError, match=mentions(*words, "data.bad_rows=drop")):
             data_of(folder, file, task).setup("fit")
+    file.write_text((json.dumps({"text": "lazy dog"}) + "\n") * 60)
+    with pytest.raises(PresetError, match=mentions("all 60 are equal", "data.validation_share=0")):
+        data_of(folder, file, "masked_lm").setup("fit")
     with pytest.raises(PresetError, match=mentions("data.task=", nearest("masked_lm"))):
         data_of(folder, file, "maskedlm")
     with pytest.raises(PresetError, match=mentions("model.task=", nearest("masked_lm"))):

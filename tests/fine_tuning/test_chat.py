@@ -18,7 +18,6 @@ from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.fine_tuning.chat import ChatData
 from lightning_solo.fine_tuning.conversations import Conversations
-from lightning_solo.fine_tuning.mapped_rows import share_of
 from lightning_solo.tables import markdown
 from lightning_solo.techniques.length_bucketing.technique import LengthBucketing
 from lightning_solo.techniques.packing.technique import Packing
@@ -26,6 +25,7 @@ from tests.fine_tuning.test_conversations import CHATML, tokenizer
 from tests.messages import mentions
 
 KEYS = ("input_ids", "attention_mask", "labels")
+SPLITS = ("train", "validation")
 
 
 def chat(number: int, words: int = 1) -> dict[str, Any]:
@@ -114,23 +114,60 @@ def test_order_depends_on_the_seed_and_workers_change_nothing(make: Callable[...
 def test_split_is_by_content_and_stays_when_rows_are_added(make: Callable[..., ChatData]) -> None:
     rows = [chat(number) for number in range(100)]
     few = make(*rows[:60], validation_share=0.3)
-    ids = [{tuple(item["input_ids"].tolist()) for item in items(few, split)} for split in ("train", "validation")]
+    ids = [{tuple(item["input_ids"].tolist()) for item in items(few, split)} for split in SPLITS]
     many = make(*reversed(rows), rows[0], validation_share=0.3)
-    later = [{tuple(item["input_ids"].tolist()) for item in items(many, split)} for split in ("train", "validation")]
+    later = [{tuple(item["input_ids"].tolist()) for item in items(many, split)} for split in SPLITS]
     assert 8 <= len(ids[1]) <= 28
     assert ids[0] < later[0]
     assert ids[1] < later[1]
     assert not later[0] & later[1]
     assert len(items(make(chat(1), chat(2), validation_share=1e-9), "validation")) == 1  # one row at least
-    assert len(items(make(chat(1), validation_share=0.9))) == 1
-    assert share_of({"a": 1, "b": 2}) == share_of({"b": 2, "a": 1})
+    assert len(items(make(chat(1), chat(2), validation_share=0.99))) == 1
+
+
+def test_equal_rows_are_on_one_side_and_counted(make: Callable[..., ChatData]) -> None:
+    rows = [{**chat(number // 10), "id": number} for number in range(30)]
+    for share in (1e-9, 0.99):
+        data = make(*rows, validation_share=share)
+        train, held_out = ({tuple(item["input_ids"].tolist()) for item in items(data, s)} for s in SPLITS)
+        assert train
+        assert held_out
+        assert not train & held_out
+        assert data.report is not None
+        assert (data.report.repeated, data.report.train + data.report.validation) == (27, 30)
+    for equal, word in ((rows[:10], "all 10 are equal"), (rows[:1], "only one")):
+        with pytest.raises(PresetError, match=mentions(word, "data.validation_share=0 monitor=null")):
+            make(*equal, validation_share=0.1)
+
+
+def test_columns_that_are_not_used_are_named_in_the_report(make: Callable[..., ChatData]) -> None:
+    data = make({**chat(1), "source": "web", "tools": None}, {**chat(2), "source": "book", "score": 3, "id": None})
+    assert data.report is not None
+    assert data.report.unused == {"source": 2, "score": 1}
+    cells = {row[0].text: row[1].text for row in next(data.report.tables()).rows}
+    assert cells["columns that aren't used"] == "source (2), score (1)"
+    assert not make(chat(1)).report.unused  # type: ignore[union-attr]
+
+
+def test_many_rows_that_are_too_long_are_warned_of_with_the_length_that_keeps_them(
+    make: Callable[..., ChatData],
+) -> None:
+    rows = [chat(number, 40 if number < 3 else 1) for number in range(20)]
+    longest = max(len(item["input_ids"]) for item in items(make(*rows)))
+    for _ in range(2):  # the second time from the cache
+        with pytest.warns(UserWarning, match=mentions("3 of 20", f"data.max_length={longest}", "data.too_long=cut")):
+            make(*rows, max_length=longest - 1)
+    make(*rows[2:], max_length=longest - 1)  # 1 of 18
+    make(*rows, max_length=longest)
+    make(*rows, max_length=longest - 1, too_long="cut")
 
 
 def test_long_rows_are_dropped_or_cut_and_counted(make: Callable[..., ChatData]) -> None:
     rows = [chat(1), chat(2, 40), {"messages": [*chat(3, 60)["messages"][:1] * 12, *chat(3)["messages"][1:]]}]
     lengths = [len(item["input_ids"]) for item in items(make(*rows))]
     limit = lengths[0] + 5
-    dropped = make(*rows, max_length=limit)
+    with pytest.warns(UserWarning, match=mentions("2 of 3")):
+        dropped = make(*rows, max_length=limit)
     assert dropped.report is not None
     assert (dropped.report.kept, dropped.report.dropped) == (1, {"too long": 2})
     assert [place.rpartition(":")[2] for place in dropped.report.places["too long"]] == ["2", "3"]

@@ -128,12 +128,26 @@ def test_documents_are_split_by_content(make: Callable[..., TextData]) -> None:
     assert documents(many, "train") | documents(many, "validation") == set(texts)
 
 
+def test_last_windows_of_a_single_document_are_held_out(make: Callable[..., TextData]) -> None:
+    text = "".join(f"{PROSE} {n}. " for n in range(20))
+    whole, data = tokens_of(make(text, max_length=16)), make(text, max_length=16, validation_share=0.2)
+    train, held_out = tokens_of(data), tokens_of(data, "validation")
+    assert train + held_out == whole
+    windows = -(-len(whole) // 16)
+    assert len(data._splits["validation"]) == -(-windows // 5)
+    with pytest.raises(PresetError, match=mentions("only one", "data.validation_share=0")):
+        make("a b", validation_share=0.1)
+
+
 def test_bad_rows_and_choices_are_named(make: Callable[..., TextData], model: Path, tmp_path: Path) -> None:
     with pytest.raises(PresetError, match=mentions("rows.jsonl:2", "data.bad_rows=drop")):
         make({"text": "a b"}, {"messages": []}, rows=True)
-    report = make({"text": "a b"}, {"text": 7}, {"text": "\ud800"}, rows=True, bad_rows="drop").report
+    report = make(
+        {"text": "a b"}, {"text": 7}, {"text": "\ud800"}, {"text": "c d", "url": "a"}, rows=True, bad_rows="drop"
+    ).report
     assert report is not None
     assert report.dropped == {"no text": 1, "half a character": 1}
+    assert report.unused == {"url": 1}
     for cleaning, words in [
         ({"url": "remove"}, ("data.cleaning.url", "urls")),
         ({"markup": "drop"}, ("data.cleaning.markup", "keep or remove")),
