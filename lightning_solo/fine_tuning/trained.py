@@ -19,8 +19,8 @@ from lightning_solo.nn.adapter_weights import RECORD
 def load_trained(checkpoint: Path, device: torch.device) -> tuple[HFCausalLM, Any]:
     """Return (module, tokenizer) of a checkpoint, in evaluation mode.
 
-    Weights that were in 4 or 8 bits are rounded again, since the adapters were trained on the rounded ones. The tokenizer
-    has the chat template of training, and none after a training on plain text.
+    Weights that were in 4 or 8 bits are rounded again, since the adapters were trained on the rounded ones. After a
+    training on plain text the tokenizer has no chat template.
 
     Args:
         checkpoint: of a fit of `HFCausalLM`, with the adapters alone or with all weights.
