@@ -17,6 +17,7 @@ Resources = frozenset[str] | Callable[[Any], frozenset[str]]
 
 RESOURCES = {
     "accumulation_factor": "the number of micro-batches per optimizer step",
+    "averaged_weights": "the average of the weights, and its use in validation and at the end",
     "batches": "the batches that the loader yields",
     "device_peak": "the device's peak counters",
     "gradients": "`.grad` of the parameters, between backward and the step",

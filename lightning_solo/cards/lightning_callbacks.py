@@ -20,11 +20,13 @@ CALLBACKS = {
     },
     "LearningRateFinder": {"weights": "find the rate under a preset without ZeRO, on a smaller model"},
     "StochasticWeightAveraging": {
+        "averaged_weights": "write callback.weight_averaging.method=swa",
         "weights": "average saved checkpoints, which are plain state dicts",
         "accumulation_factor": "average with Lightning's WeightAveraging, which leaves the factor alone",
         "layers": "average saved checkpoints: it copies the module before its layers change",
     },
     "WeightAveraging": {
+        "averaged_weights": "leave the average to callback.weight_averaging",
         "weights": "average saved checkpoints, which are plain state dicts",
         "layers": "average saved checkpoints: it copies the module before its layers change",
     },

@@ -13,7 +13,7 @@ from lightning_solo.export.formats import BASES, DTYPES, FORMATS
 
 TAKES = (
     "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf] [--dtype fp32|bf16|fp16] [--output PATH]"
-    " [--force], but for weights also [--base-folder FOLDER] [--tokenizer FOLDER], with hf and gguf [--base"
+    " [--live] [--force], but for weights also [--base-folder FOLDER] [--tokenizer FOLDER], with hf and gguf [--base"
     " dequantized|original], with hf [--shard-size 5GB], with gguf [--llama-cpp FOLDER] [--quantize q4_k_m]"
 )
 _CHOICES = {"format": tuple(FORMATS), "dtype": DTYPES, "base": BASES}
@@ -53,6 +53,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     others.add_argument("--shard-size", metavar="SIZE", help="the largest size of a file, by default 5GB")
     others.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp; by default $LLAMA_CPP or the path")
     others.add_argument("--quantize", metavar="TYPE", help="a type of llama.cpp's, such as q4_k_m")
+    others.add_argument(
+        "--live", action="store_true", default=None, help="the trained weights, where there is an average of them"
+    )
     options = parser.parse_args(arguments)
     for name, allowed in _CHOICES.items():
         value = getattr(options, name)

@@ -65,7 +65,7 @@ def load_adapters(module: nn.Module, path: str | Path, name: str | None = None) 
     weights = checkpoint["state_dict"]
     if checkpoint_masters.RECORD in checkpoint:  # weights that are split into bf16 and corrections
         with suppress(CheckpointError):  # of weights that are rounded, without corrections
-            weights = export_weights(source)
+            weights = export_weights(source, live=True)
     if name is not None and name != config.name:
         old, config = config.name, config.renamed(name)
         weights = {renamed_key(key, old, name): value for key, value in weights.items()}

@@ -19,10 +19,10 @@ class Format(NamedTuple):
 
 _FOLDER = "lightning_solo.export.pretrained:export_pretrained"
 FORMATS = {
-    "weights": Format("lightning_solo.export.weights:write_weights", ("dtype",)),
-    "hf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "shard_size")),
-    "adapter": Format(_FOLDER, ("dtype", "base_folder", "tokenizer")),
-    "gguf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "llama_cpp", "quantize")),
+    "weights": Format("lightning_solo.export.weights:write_weights", ("dtype", "live")),
+    "hf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "shard_size", "live")),
+    "adapter": Format(_FOLDER, ("dtype", "base_folder", "tokenizer", "live")),
+    "gguf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "llama_cpp", "quantize", "live")),
 }
 """Name of a format -> how it is written."""
 DTYPES = ("fp32", "bf16", "fp16")

@@ -48,6 +48,7 @@ def export_pretrained(
     shard_size: str = "5GB",
     llama_cpp: str | Path | None = None,
     quantize: str | None = None,
+    live: bool = False,
     overwrite: bool = False,
 ) -> list[str]:
     """Write a model of Hugging Face's as a folder that transformers loads without this package; return lines about it.
@@ -68,6 +69,7 @@ def export_pretrained(
         shard_size: largest size of a file.
         llama_cpp: folder of llama.cpp, for "gguf"; by default ``$LLAMA_CPP``, else the path of programs.
         quantize: type to which llama.cpp's own program quantizes, such as "q4_k_m".
+        live: whether the trained weights themselves are written where there is an average of them.
         overwrite: whether an earlier export is replaced.
 
     Raises:
@@ -94,6 +96,7 @@ def export_pretrained(
         None if base_folder is None else Path(base_folder),
         dtype,
         base,
+        unaveraged=live,
     )
     _refuse_inside(folder, [trained.folder])
     if tokenizer is not None:

@@ -127,6 +127,8 @@ def trained_model(
     folder: Path | None = None,
     dtype: str | None = None,
     base: str = "",
+    *,
+    unaveraged: bool = False,
 ) -> TrainedModel:
     """Return the model of a module, which stays as it is, or of a checkpoint.
 
@@ -136,6 +138,7 @@ def trained_model(
         folder: of the base; by default the module's ``path``.
         dtype: of the export, one of `DTYPES`, or None. Weights are widened to fp32 here, and never narrowed.
         base: one of `BASES`; the originals of a module are read only for "original".
+        unaveraged: whether the trained weights are taken where there is an average of them.
 
     Raises:
         NothingToDoError: the module has no model of Hugging Face's.
@@ -146,9 +149,9 @@ def trained_model(
         raise CapabilityError("folders of Hugging Face need transformers; write pip install transformers safetensors")
     widest = torch.float32 if dtype == "fp32" else None
     trained = (
-        _of_module(source, part, folder, widest, originals=base == "original")
+        _of_module(source, part, folder, widest, originals=base == "original", unaveraged=unaveraged)
         if isinstance(source, nn.Module)
-        else _of_checkpoint(source, folder, widest)
+        else _of_checkpoint(source, folder, widest, unaveraged=unaveraged)
     )
     trained.model.eval()
     return trained
@@ -184,14 +187,20 @@ def find_model(module: nn.Module, name: str | None) -> tuple[str, Any]:
 
 
 def _of_module(
-    module: nn.Module, part: str | None, folder: Path | None, widest: torch.dtype | None, *, originals: bool
+    module: nn.Module,
+    part: str | None,
+    folder: Path | None,
+    widest: torch.dtype | None,
+    *,
+    originals: bool,
+    unaveraged: bool,
 ) -> TrainedModel:
     name, live = find_model(module, part)
     config = _active_adapter(live)
     folder = folder or next(filter(_is_model, (getattr(module, "path", None), live.name_or_path)), None)
     folder = None if folder is None else Path(folder)
     prefix = f"{name}." if name else ""
-    weights, formats = _weights_of(module, widest)
+    weights, formats = _weights_of(module, widest, unaveraged=unaveraged)
     own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
     model = _with_weights(live, {plain_key(key): value for key, value in own.items()}, type(module).__name__, widest)
     if live.can_generate():
@@ -216,12 +225,14 @@ def _of_module(
     return trained
 
 
-def _weights_of(module: nn.Module, widest: torch.dtype | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _weights_of(
+    module: nn.Module, widest: torch.dtype | None, *, unaveraged: bool
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return (all weights on the host, dequantized and joined; name of a quantized one -> format)."""
     quantized_weights = quantized_weights_of(module)
     weights = with_plain_weights(module.state_dict(), quantized_weights)
     weights = {key: value.detach().cpu() for key, value in weights.items()}
-    weights |= widest_weights(source_of(module))  # which under adapters are those alone
+    weights |= widest_weights(source_of(module, live=unaveraged))  # which under adapters are those alone
     if widest is not None:  # not rounded to the type in which training computed
         weights |= {key: each.dequantized(widest).cpu() for key, each in quantized_weights.items()}
     return weights, {key: each.format for key, each in quantized_weights.items()}
@@ -266,13 +277,13 @@ def _active_adapter(live: nn.Module) -> AdapterConfig | None:
 # --- from a checkpoint ---
 
 
-def _of_checkpoint(source: Path, folder: Path | None, widest: torch.dtype | None) -> TrainedModel:
+def _of_checkpoint(source: Path, folder: Path | None, widest: torch.dtype | None, *, unaveraged: bool) -> TrainedModel:
     path = checkpoint_of(source)
     checkpoint = {} if path.is_dir() else read(path, inert=True)
     options = checkpoint.get("hyper_parameters", {})
     folder = folder or _base_of(path, options)
     words = _words(folder, options.get("new_tokens"), checkpoint.get("datamodule_hyper_parameters", {}))
-    weights = widest_weights(source_of(path))
+    weights = widest_weights(source_of(path, live=unaveraged))
     model = _loaded(folder, None, widest, checkpoint.get(ARCHITECTURE), weights)
     if words.new_tokens:
         with torch.no_grad():

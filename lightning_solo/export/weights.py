@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_solo.export.formats import DTYPES
 from lightning_solo.export.sources import checkpoint_of, engine_folder, new_file, read, refuse_existing
 from lightning_solo.machine import is_installed
 from lightning_solo.nn.quantized import quantized_weights_of, with_plain_weights
+from lightning_solo.optim.averages import AVERAGE
 from lightning_solo.optim.checkpoint_masters import RECORD, bits_of, masters_of, place
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.split_optimizer import SplitOptimizer
@@ -36,22 +37,29 @@ class Source:
         weights: the state dict.
         masters: name -> function that returns the fp32 master weight, where the weight itself has fewer bits.
         trained: name -> bits of each trained parameter; None where they are unknown.
+        averaged: number of weights that are averages.
     """
 
     name: str
     weights: Mapping[str, Any]
     masters: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
     trained: Mapping[str, int] | None = None
+    averaged: int = 0
 
 
 def export_weights(
-    source: nn.Module | str | Path, dtype: str = "fp32", output: str | Path | None = None, *, overwrite: bool = False
+    source: nn.Module | str | Path,
+    dtype: str = "fp32",
+    output: str | Path | None = None,
+    *,
+    live: bool = False,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Return the weights of a module or a checkpoint as one plain state dict on the host; write it, too.
 
     Weights that ``compact`` splits are joined with their corrections, and those of ``zero_offload`` are its fp32 master
-    weights. Weights in 4 or 8 bits are dequantized. Tied weights stay tied. Integers and float64 are copied as they
-    are.
+    weights. Weights in 4 or 8 bits are dequantized. Where a checkpoint has an average of the weights, or a module has
+    it in their place, the average is returned. Tied weights stay tied. Integers and float64 are copied as they are.
 
     Args:
         source: a LightningModule during or after its fit, any other module, the path of a checkpoint, a folder that
@@ -59,6 +67,7 @@ def export_weights(
         dtype: "fp32", "bf16", as the forward of ``compact`` uses them, or "fp16".
         output: a file to write: ``.safetensors``, or ``.pt`` by ``torch.save``. Of tied weights safetensors stores the
             first, and the names of the others in its metadata.
+        live: whether the trained weights themselves are returned where there is an average of them.
         overwrite: whether an existing file is replaced.
 
     Raises:
@@ -76,30 +85,61 @@ def export_weights(
     path = None if output is None else Path(output)
     if path is not None:
         _require_writable(path, overwrite=overwrite)
-    weights = _plain(source_of(source), dtype)
+    weights = _plain(source_of(source, live=live), dtype)
     if path is not None:
         _write(weights, path)
     return weights
 
 
 def write_weights(
-    source: Path, output: Path | None = None, format: str = "weights", *, dtype: str = "fp32", overwrite: bool = False
+    source: Path,
+    output: Path | None = None,
+    format: str = "weights",
+    *,
+    dtype: str = "fp32",
+    live: bool = False,
+    overwrite: bool = False,
 ) -> list[str]:
     """Write the weights of a checkpoint, by default next to it; return a line with file, type and size."""
     checkpoint = checkpoint_of(source)
     output = output or checkpoint.with_name(f"{checkpoint.stem}-{dtype}.safetensors")
-    weights = export_weights(checkpoint, dtype, output, overwrite=overwrite)
+    _require_writable(output, overwrite=overwrite)
+    read_source = source_of(checkpoint, live=live)
+    weights = _plain(read_source, dtype)
+    _write(weights, output)
     tensors = [value for value in weights.values() if isinstance(value, Tensor)]
     size = format_bytes(output.stat().st_size)
-    return [f"{format}: {output}, {size}: {len(tensors)} tensors of {checkpoint} in {dtype}"]
+    line = f"{format}: {output}, {size}: {len(tensors)} tensors of {checkpoint} in {dtype}"
+    note = f"{read_source.averaged} of them are averages; --live writes the weights that were averaged"
+    return [line, note] if read_source.averaged else [line]
 
 
 # --- sources ---
 
 
-def source_of(source: nn.Module | str | Path) -> Source:
-    """Return the weights of a module, with the master weights of its optimizers, or of a checkpoint."""
-    return _of_module(source) if isinstance(source, nn.Module) else _of_file(Path(source))
+def source_of(source: nn.Module | str | Path, *, live: bool = False) -> Source:
+    """Return the weights of a module, with the master weights of its optimizers, or of a checkpoint.
+
+    An average takes the place of the weights, unless they are asked for by ``live``.
+    """
+    found, average = _of_module(source) if isinstance(source, nn.Module) else _of_file(Path(source))
+    return found if live else _with_average(found, average)
+
+
+def _with_average(source: Source, average: Mapping[str, Tensor]) -> Source:
+    """Return a source with the average of its weights, under all their names."""
+    values = {place(source.weights[name]): value for name, value in average.items() if name in source.weights}
+
+    def of(value: Any) -> Tensor | None:
+        return values.get(place(value)) if isinstance(value, Tensor) else None
+
+    averaged = {name: mean for name, value in source.weights.items() if (mean := of(value)) is not None}
+    masters = {name: make for name, make in source.masters.items() if name not in averaged}
+    trained = source.trained
+    if trained is not None:
+        trained = {name: 32 if name in averaged else bits for name, bits in trained.items()}
+    weights = {**source.weights, **averaged}
+    return replace(source, weights=weights, masters=masters, trained=trained, averaged=len(averaged))
 
 
 def widest_weights(source: Source) -> dict[str, Tensor]:
@@ -114,16 +154,17 @@ def widest_weights(source: Source) -> dict[str, Tensor]:
     }
 
 
-def _of_module(module: nn.Module) -> Source:
-    """Return the weights of a module, and the master weights that the optimizers of its Trainer hold."""
+def _of_module(module: nn.Module) -> tuple[Source, dict[str, Tensor]]:
+    """Return the weights of a module, with the master weights of its optimizers, and those that are averages."""
     try:
         trainer: Any = module.trainer
         strategy = trainer.strategy if trainer.lightning_module is module else None
     except (AttributeError, RuntimeError):  # no LightningModule, or none that a Trainer has
         strategy = None
     if strategy is None:
-        return Source(type(module).__name__, with_plain_weights(module.state_dict(), quantized_weights_of(module)))
-    weights: dict[str, Any] = strategy.lightning_module_state_dict()  # under zero_offload the master weights
+        weights = with_plain_weights(module.state_dict(), quantized_weights_of(module))
+        return Source(type(module).__name__, weights), {}
+    weights = strategy.lightning_module_state_dict()  # under zero_offload the master weights
     quantized = quantized_weights_of(module)
     if not weights.keys() <= {*module.state_dict(), *quantized}:  # of adapters, which have been merged since
         weights = module.state_dict()
@@ -135,22 +176,34 @@ def _of_module(module: nn.Module) -> Source:
         if p in held and name in weights:
             split = isinstance(held[p], SplitOptimizer)
             trained[name] = bits_of(held[p], p) if split else 8 * weights[name].element_size()
-    return Source(type(module).__name__, weights, masters_of(module, optimizers), trained or None)
+    average: dict[str, Tensor] = {}
+    for callback in trainer.callbacks:
+        average |= getattr(callback, AVERAGE, {})
+    put = {name: average[name] for name, p in module.named_parameters() if name in average and _is(p, average[name])}
+    return Source(type(module).__name__, weights, masters_of(module, optimizers), trained or None), put
 
 
-def _of_file(path: Path) -> Source:
+def _is(p: Tensor, average: Tensor) -> bool:
+    """Return whether a parameter has the values of an average."""
+    return p.shape == average.shape and torch.equal(p.detach().cpu(), average.to("cpu", p.dtype))
+
+
+def _of_file(path: Path) -> tuple[Source, Mapping[str, Tensor]]:
     path = checkpoint_of(path)
     if (folder := engine_folder(path)) is not None:
-        return Source(str(path), engine_weights(folder))
+        return Source(str(path), engine_weights(folder)), {}
     checkpoint = read(path, inert=True)
     weights = checkpoint.get("state_dict", checkpoint)
     if not any(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} has no weights; there are {', '.join(map(str, checkpoint)) or 'no entries'}")
+    average: dict[str, Tensor] = {}
+    for state in checkpoint.get("callbacks", {}).values():
+        average |= state.get(AVERAGE, {}) if isinstance(state, Mapping) else {}
     if RECORD not in checkpoint:
         states = [state for each in checkpoint.get("optimizer_states", ()) for state in each.get("state", {}).values()]
         if any("correction" in state for state in states):
             raise CheckpointError(unnamed(path))
-        return Source(str(path), weights)
+        return Source(str(path), weights), average
     masters, trained = {}, {}
     optimizers = checkpoint.get("optimizer_states", [{"state": {}} for _ in checkpoint[RECORD]])
     for parameters, saved in zip(checkpoint[RECORD], optimizers, strict=True):
@@ -163,7 +216,7 @@ def _of_file(path: Path) -> Source:
                 trained[name] = 16 if narrow else parameter["bits"]
             if correction is not None:
                 masters[name] = partial(joined, weights[name], correction)
-    return Source(str(path), weights, masters, trained or None)
+    return Source(str(path), weights, masters, trained or None), average
 
 
 def unnamed(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -29,9 +30,12 @@ class SplitOptimizer(Optimizer):
 
     Attributes:
         losses: if given, the next step is refused unless they are finite; it is looked at with the gradients.
+        weights_aside: parameter -> the weight that its correction belongs to, and the parameter's version while it has
+            another weight in its place.
     """
 
     losses: Tensor | None = None
+    weights_aside: Mapping[Tensor, tuple[Tensor, int]] = MappingProxyType({})
 
     _KEPT: ClassVar[tuple[str, ...]] = ("master_bits", "_numbers", "_corrections", "_splits")
     """Attributes that a copy has besides those of torch's optimizers."""
@@ -105,7 +109,10 @@ class SplitOptimizer(Optimizer):
     @torch.no_grad()
     def master_weight(self, parameter: Tensor) -> Tensor:
         """Return a parameter's master weight, fp32, in its shape; for an fp32 parameter a view of itself."""
-        return joined(parameter, self.state.get(parameter, {}).get("correction"))
+        weight, version = self.weights_aside.get(parameter, (parameter, -1))
+        return joined(
+            weight if parameter._version == version else parameter, self.state.get(parameter, {}).get("correction")
+        )
 
     @torch.no_grad()
     def set_master_weight(self, parameter: Tensor, master: Tensor) -> None:

@@ -1,0 +1,181 @@
+"""Averages of weights in fp32: exponential (EMA), or the equal mean (SWA), on the host or beside the weights.
+
+The first update takes the weights as they are, so the average needs no correction of a bias towards zero. Later ones
+move it towards them by ``1 - decay``, or by one over the number of updates: ``average.lerp_(weight, share)``, as
+`torch.optim.swa_utils.AveragedModel` does in fp32.
+
+With the average on the host and the weights on a GPU, an update copies the weights to pinned memory on a stream of its
+own, and a thread adds them to the average. Both run while the GPU computes the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_solo.memory.host_slabs import host_tensors, is_planned, require_host_room
+from lightning_solo.optim.memory_order import is_dense
+from lightning_solo.optim.split_weights import joined
+
+AVERAGE = "averaged_weights"
+"""Attribute of a callback, and key of its state in a checkpoint, with the average by name."""
+
+
+class Average:
+    """The average of parameters.
+
+    Args:
+        method: "ema" or "swa".
+        decay: of the exponential average, between 0 and 1.
+        on_host: whether the average is stored on the host; else on each parameter's device.
+
+    Attributes:
+        values: name -> average, fp32, or float64 of float64 parameters; empty before the first update.
+        updates: number of updates.
+
+    >>> average, weight = Average("swa", on_host=True), torch.zeros(2)
+    >>> for _ in range(3): average.update({"weight": weight.add_(1)})
+    >>> average.values["weight"]
+    tensor([2., 2.])
+    """
+
+    def __init__(self, method: str, decay: float = 0.999, *, on_host: bool) -> None:
+        self.method, self.decay, self.on_host = method, decay, on_host
+        self.values: dict[str, Tensor] = {}
+        self.updates = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._stream: Any = None
+        self._copied: Any = None  # event after the latest copies of weights
+        self._buffers: dict[str, _Parts] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._adding: Future[None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        stays = ("method", "decay", "on_host", "values", "updates")
+        return {name: vars(self)[name] for name in stays}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget()
+        vars(self).update(state)
+
+    @property
+    def share(self) -> float:
+        """The part of the next update's weights in the average."""
+        if not self.updates:
+            return 1.0
+        return 1 - self.decay if self.method == "ema" else 1 / (self.updates + 1)
+
+    def update(self, parameters: Mapping[str, Tensor], corrections: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Add the weights of now.
+
+        Args:
+            parameters: by name.
+            corrections: parameter -> correction of its bf16 weight, whose fp32 master weight is averaged.
+        """
+        self.settle()
+        share, self.updates = self.share, self.updates + 1
+        known = corrections or {}
+        parts = {name: _Parts(p.detach(), known.get(p)) for name, p in parameters.items()}
+        if not self._overlaps(parts):
+            self._add(parts, share)
+            return
+        buffers = self._copy(parts)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "weight_averaging")
+        self._adding = self._thread.submit(self._add, buffers, share, self._copied)
+
+    def begin(self, name: str, p: Tensor) -> None:
+        """Add a parameter that was constant in all updates so far."""
+        self.settle()
+        if self.updates:
+            self._add({name: _Parts(p.detach(), None)}, 1.0)
+
+    @torch.no_grad()
+    def _add(self, parts: Mapping[str, _Parts], share: float, copied: Any = None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        for name, (weight, correction) in parts.items():
+            home = torch.device("cpu") if self.on_host else weight.device
+            here = weight.to(home)
+            if correction is None:
+                master = here.to(torch.promote_types(weight.dtype, torch.float32))
+            else:
+                master = joined(here, correction)
+            if name not in self.values or share == 1:
+                self.values[name] = master.clone()
+            else:
+                self.values[name].lerp_(master, share)
+
+    # --- copies that overlap ---
+
+    def _overlaps(self, parts: Mapping[str, _Parts]) -> bool:
+        on_gpu = any(part.weight.device.type == "cuda" for part in parts.values())
+        return self.on_host and on_gpu and torch.cuda.is_available() and not is_planned()
+
+    @torch.no_grad()
+    def _copy(self, parts: Mapping[str, _Parts]) -> dict[str, _Parts]:
+        """Begin to copy weights and corrections into pinned memory; return the copies."""
+        device = next(part.weight.device for part in parts.values() if part.weight.device.type == "cuda")
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if missing := {name: part for name, part in parts.items() if name not in self._buffers}:
+            self._buffers |= _buffers_of(missing, device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for name, part in parts.items():
+                for buffer, value in zip(self._buffers[name], part, strict=True):
+                    if value is not None and buffer is not None:
+                        buffer.copy_(value, non_blocking=True)
+            self._copied = self._stream.record_event()
+        return {name: self._buffers[name] for name in parts}
+
+    def wait_for_copies(self) -> None:
+        """Make the device wait until the weights are copied; call it before they change."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+            self._copied = None
+
+    def settle(self) -> None:
+        """Wait until the latest update is in the average; call it before the average is read."""
+        adding, self._adding = self._adding, None
+        if adding is not None:
+            adding.result()
+
+    def end(self) -> None:
+        """End the thread, free the buffers, and move the average to the host."""
+        self.settle()
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._forget()
+        self.values = {name: value.cpu() for name, value in self.values.items()}
+
+
+class _Parts(NamedTuple):
+    """A weight, and the correction of a split one."""
+
+    weight: Tensor
+    correction: Tensor | None
+
+
+def _buffers_of(parts: Mapping[str, _Parts], device: torch.device) -> dict[str, _Parts]:
+    """Return pinned memory for parts, each in the layout of its original."""
+    tensors = [each for part in parts.values() for each in part if each is not None]
+    sizes = [(each.numel(), each.dtype) for each in tensors]
+    require_host_room("copies of weights to average", sizes, "write callback.weight_averaging.device=module")
+    flat = iter(host_tensors(sizes, device))
+
+    def like(tensor: Tensor) -> Tensor:
+        stride = tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+        return next(flat).as_strided(tensor.shape, stride)
+
+    return {
+        name: _Parts(like(weight), None if correction is None else like(correction))
+        for name, (weight, correction) in parts.items()
+    }

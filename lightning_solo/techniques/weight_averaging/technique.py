@@ -1,0 +1,385 @@
+"""Weight averaging: an exponential or equal average of the trained weights, for validation, export and the end."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_solo.cards.lightning_callbacks import refuse_callbacks
+from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError, listed
+from lightning_solo.memory.host_slabs import require_host_room
+from lightning_solo.optim.averages import Average
+from lightning_solo.optim.split_optimizer import SplitOptimizer
+from lightning_solo.seams import patches
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.strategy import join
+from lightning_solo.seams.technique import Checkpoint, Technique
+from lightning_solo.techniques.weight_averaging.card import CARD, Settings
+from lightning_solo.units import format_bytes
+
+OPTION = "callback.weight_averaging"
+
+
+class WeightAverage(Technique, Settings):
+    """Averages the trained weights in fp32, and uses the average for validation and after the fit.
+
+    Training, its schedule and its checkpoints' weights are those of a run without it: the average is among the
+    callback's states in a checkpoint. `lightning-solo export` and `solo.export_weights` write the average.
+
+    Raises:
+        PresetError: an argument is out of range.
+    """
+
+    phase = CARD.phase
+
+    def _init_state(self) -> None:
+        self.average = self._new()
+        self._steps = 0  # batches after which an optimizer has stepped
+        self._seen: int | None = None  # `global_step` at the last of them; None before training starts
+        self._parameters: dict[str, Tensor] = {}
+        self._frozen: dict[str, Tensor] = {}
+        self._names: dict[str, Tensor] = {}  # with those of tied weights
+        # live weight, and version of the parameter, while that has the average in its place
+        self._live: dict[Tensor, tuple[Tensor, int]] = {}
+        self._split: list[SplitOptimizer] = []
+        self._is_training = self._is_ended = False
+
+    def _new(self) -> Average:
+        return Average(self.method, self.decay, on_host=self.device == "host")
+
+    @property
+    def averaged_weights(self) -> dict[str, Tensor]:
+        """The average, by name; empty before its first update."""
+        self.average.settle()
+        return dict(self.average.values)
+
+    # --- joining ---
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Join the run of a fit, and of an evaluation, which may load a checkpoint."""
+        if stage == "fit":
+            self._init_state()
+        super().setup(trainer, pl_module, stage)
+        if stage != "fit":
+            join(self, trainer)
+
+    def transform(self, ctx: Run) -> None:
+        """Check that nothing else averages.
+
+        Raises:
+            ConflictError: a callback of Lightning does, or there are two of these, or the strategy divides the weights.
+        """
+        if not ctx.training:
+            return
+        refuse_callbacks(OPTION, frozenset({"averaged_weights"}), ctx.trainer.callbacks)
+        if any(isinstance(other, WeightAverage) and other is not self for other in ctx.techniques):
+            raise ConflictError("two WeightAverage in one run: drop one")
+        if "ParallelStrategy" in {cls.__name__ for cls in type(ctx.strategy).__mro__}:
+            raise ConflictError(
+                f"{OPTION} and {type(ctx.strategy).__name__}, which keeps weights in its own way: write"
+                f" Trainer(strategy='auto', devices=1), or ~{OPTION}"
+            )
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note what is trained; a loaded average must be of these parameters.
+
+        Raises:
+            BudgetError: the host has no room for the average.
+            CheckpointError: the checkpoint's average is of other parameters.
+            NothingToDoError: nothing is trained.
+        """
+        assert self.ctx is not None  # joined in setup
+        floating = {name: p for name, p in pl_module.named_parameters() if p.is_floating_point()}
+        self._parameters = {name: p for name, p in floating.items() if p.requires_grad}
+        self._frozen = {name: p for name, p in floating.items() if not p.requires_grad}
+        if not self._parameters:
+            raise NothingToDoError(f"{OPTION}: no parameter of {type(pl_module).__name__} is trained; leave it out")
+        for name in self.average.values.keys() & self._frozen.keys():  # which is trained from some step on
+            self._parameters[name] = self._frozen.pop(name)
+        self._note_names(pl_module)
+        self._split = [each for each in trainer.optimizers if isinstance(each, SplitOptimizer)]
+        self._place_loaded()
+        self.ctx.undo.callback(self._leave)
+        size = sum(max(4, p.element_size()) * p.numel() for p in self._parameters.values())
+        if self.device == "host":
+            sizes = [(p.numel(), torch.promote_types(p.dtype, torch.float32)) for p in self._parameters.values()]
+            require_host_room("the average of the weights", sizes, f"write {OPTION}.device=module")
+        kind = f"ema with decay {self.decay}" if self.method == "ema" else "swa"
+        count = sum(p.numel() for p in self._parameters.values())
+        where = "the host" if self.device == "host" else str(self.ctx.device)
+        self.ctx.info(
+            f"weight_averaging: {kind} of {count:,} trained parameters in fp32, {format_bytes(size)} on {where}"
+        )
+
+    def _note_names(self, module: Any) -> None:
+        averaged = set(self._parameters.values())
+        every = module.named_parameters(remove_duplicate=False)
+        self._names = {name: p for name, p in every if p in averaged}
+
+    def _place_loaded(self) -> None:
+        """Move the average of a checkpoint to its place."""
+        values, ours = self.average.values, self._parameters
+        if values and values.keys() != ours.keys():
+            differ = sorted(values.keys() ^ ours.keys())
+            raise CheckpointError(
+                f"{OPTION}: the checkpoint's average and this run's trained parameters differ in {listed(differ)};"
+                f" resume with the same trained parameters, or leave {OPTION} out to continue with the live weights"
+            )
+        for name, value in values.items():
+            home = torch.device("cpu") if self.device == "host" else ours[name].device
+            if value.shape != ours[name].shape:
+                raise CheckpointError(
+                    f"{OPTION}: the checkpoint's average of {name} has the shape {tuple(value.shape)}, the module's"
+                    f" {name} {tuple(ours[name].shape)}; resume with the same module"
+                )
+            values[name] = torch.empty_like(ours[name], dtype=value.dtype, device=home, requires_grad=False).copy_(
+                value
+            )
+
+    # --- updates ---
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Count steps from now on.
+
+        Raises:
+            PresetError: the first update would come after the end of the run.
+        """
+        assert self.ctx is not None
+        if self._seen is None:
+            self._seen = trainer.global_step
+            self._steps = trainer.global_step // max(1, len(trainer.optimizers))
+            if self._steps:
+                self.ctx.info(
+                    f"weight_averaging: there is no average of earlier steps; it begins after step {self._steps}"
+                )
+        self._is_training = True
+        steps = trainer.estimated_stepping_batches if pl_module.automatic_optimization else math.inf
+        if steps <= self.start_step and not trainer.fast_dev_run:
+            raise PresetError(
+                f"{OPTION}.start_step={self.start_step}: the run ends after {steps} optimizer steps, before the first"
+                f" update; write {OPTION}.start_step={max(0, int(0.75 * steps))}"
+            )
+        updates = (steps - self.start_step) / self.every_n_steps
+        if self.method == "ema" and (first := self.decay ** max(0, updates - 1)) > 0.1:
+            self.ctx.info(
+                f"weight_averaging: after the run's {updates:.0f} updates {100 * first:.0f} % of the average will be"
+                f" the weights of the first; write a smaller {OPTION}.decay, or {OPTION}.method=swa"
+            )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Add the last step if a callback saved before this one did; average what is trained from now on."""
+        self._follow(trainer)
+        for name in [name for name, p in self._frozen.items() if p.requires_grad]:
+            self._parameters[name] = self._frozen.pop(name)
+            self.average.begin(name, self._parameters[name])
+            self._note_names(pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        """Add the weights after a step."""
+        self._follow(trainer)
+
+    def _follow(self, trainer: Any) -> None:
+        """Update the average if an optimizer has stepped since the last call."""
+        if self._seen is None or trainer.global_step == self._seen or self._live:
+            return
+        self._seen, self._steps = trainer.global_step, self._steps + 1
+        after = self._steps - self.start_step
+        if after > 0 and (after - 1) % self.every_n_steps == 0:
+            with torch.inference_mode(False):  # in a validation, too, tensors are made to be trained with
+                self.average.update(self._parameters, self._corrections())
+
+    def _corrections(self) -> dict[Tensor, Tensor]:
+        states = [item for optimizer in self._split for item in optimizer.state.items()]
+        return {p: state["correction"] for p, state in states if "correction" in state}
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+        """Let gradient release, which changes weights in backward, wait for the copies."""
+        if self.ctx is not None and self.ctx.release is not None:
+            self.average.wait_for_copies()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
+        """Let the step wait for the copies."""
+        self.average.wait_for_copies()
+
+    # --- the average in the place of the weights ---
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Validate with the average."""
+        if self.ctx is None or not self.ctx.training:
+            return
+        self._follow(trainer)
+        if self.evaluate == "average":
+            self._put_average()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Continue with the live weights; checkpoints are saved after this."""
+        if not self._is_ended:
+            self._put_live()
+
+    def _put_average(self) -> None:
+        """Put the average into the module, unless there is none, and keep the live weights."""
+        if not self.average.updates or self._live:
+            return
+        self.average.settle()
+        self.average.wait_for_copies()
+        with torch.inference_mode(False), torch.no_grad():
+            for name, p in self._parameters.items():
+                live = p.detach().to("cpu" if self.device == "host" else p.device, copy=True)
+                p.copy_(self.average.values[name])
+                self._live[p] = live, p._version
+        self._set_aside(self._live)
+
+    @torch.no_grad()
+    def _put_live(self) -> None:
+        live, self._live = self._live, {}
+        self._set_aside({})
+        for p, (value, _) in live.items():
+            p.copy_(value)
+
+    def _set_aside(self, live: Mapping[Tensor, tuple[Tensor, int]]) -> None:
+        """Tell optimizers where the weights are to which their corrections belong."""
+        for optimizer in self._split:
+            optimizer.weights_aside = live
+
+    # --- the end ---
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Add the last step."""
+        self._follow(trainer)
+        self._is_ended = True
+        if not self.average.updates:
+            warnings.warn(
+                f"{OPTION}: the run ended after {self._steps} optimizer steps, before the first update"
+                f" ({OPTION}.start_step={self.start_step}); the module has its live weights",
+                stacklevel=2,
+            )
+
+    def leaving(self, ctx: Run, proceed: Callable[[], Any]) -> None:
+        """Leave the average in the module, once that is on the host."""
+        proceed()
+        self.average.end()
+        if self._is_ended and self.at_end == "average" and self.average.updates:
+            self._put_average()
+            ctx.info(
+                f"weight_averaging: the module has the average of {self.average.updates} updates; a checkpoint that is"
+                " saved now has the live weights, to be resumed, and the average beside them"
+            )
+
+    def _leave(self) -> None:
+        self._is_training = False
+        if not self._is_ended:  # failed, perhaps in a validation
+            self._put_live()
+        self.average.end()
+
+    # --- checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average and the counts."""
+        if self.ctx is not None and self._is_training:
+            self._follow(self.ctx.trainer)
+        return {
+            "method": self.method,
+            "updates": self.average.updates,
+            "steps": self._steps,
+            "seen": self._seen,
+            "averaged_weights": self.averaged_weights,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the average of a checkpoint.
+
+        Raises:
+            CheckpointError: it is of another method.
+        """
+        if state_dict["updates"] and state_dict["method"] != self.method:
+            raise CheckpointError(
+                f"{OPTION}: the checkpoint's average is of method {state_dict['method']}; write"
+                f" {OPTION}.method={state_dict['method']}"
+            )
+        self.average = self._new()
+        self.average.updates, self.average.values = state_dict["updates"], dict(state_dict["averaged_weights"])
+        self._steps, self._seen = state_dict["steps"], state_dict["seen"]
+
+    def checkpoint(self, ctx: Run) -> AverageCheckpoint:
+        """Return how the live weights are saved, and the average is loaded for an evaluation."""
+        return AverageCheckpoint(ctx, self)
+
+    def with_live(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return weights with the live ones where the average is in their place; later changes are kept."""
+        result = dict(weights)
+        for name in weights.keys() & self._names.keys():
+            live, version = self._live.get(self._names[name], (None, 0))
+            if live is not None and self._names[name]._version == version and weights[name].dtype == live.dtype:
+                result[name] = live  # another type is that of a master weight, which is live
+        return result
+
+    def with_average(self, weights: Mapping[str, Any]) -> dict[str, Any]:
+        """Return weights with the average."""
+        names = {p: name for name, p in self._parameters.items()}
+        values = self.averaged_weights
+        averaged = {name: values[names[p]] for name, p in self._names.items() if names[p] in values}
+        return {name: averaged.get(name, value) for name, value in weights.items()}
+
+    def reload(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go back to the average of a checkpoint, in a run that goes back to its weights."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if self._is_training and state is not None:
+            self.average.end()
+            self.load_state_dict(state)
+            self._place_loaded()
+
+
+class AverageCheckpoint(Checkpoint):
+    """How the live weights are saved while the average is in their place, and the average is evaluated.
+
+    Args:
+        ctx: the run.
+        technique: whose average it is.
+    """
+
+    def __init__(self, ctx: Run, technique: WeightAverage) -> None:
+        self._ctx = ctx
+        self._technique = technique
+
+    def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
+        """Return the live weights."""
+        return self._technique.with_live(weights)
+
+    def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint; one of weights alone, from which no run is resumed, with the average."""
+        if "optimizer_states" in checkpoint or self._technique.evaluate == "live":
+            return checkpoint
+        return {**checkpoint, "state_dict": self._technique.with_average(checkpoint["state_dict"])}
+
+    def load_states(self, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer states, and the average if the run goes back to a checkpoint."""
+        proceed(checkpoint)
+        self._technique.reload(checkpoint)
+
+    @contextmanager
+    def loading_weights(self) -> Iterator[None]:
+        """Load the average for an evaluation, if the checkpoint has one."""
+        yield
+        if self._ctx.training or self._technique.evaluate == "live":
+            return
+        checkpoint = patches.loaded_checkpoint(self._ctx.trainer)
+        state = checkpoint.get("callbacks", {}).get(self._technique.state_key, {})
+        if not state.get("averaged_weights"):
+            return
+        parameters = dict(self._ctx.module.named_parameters())
+        if unknown := sorted(state["averaged_weights"].keys() - parameters.keys()):
+            raise CheckpointError(
+                f"{OPTION}: the checkpoint's average has {listed(unknown)}, which the module lacks; write"
+                f" {OPTION}.evaluate=live"
+            )
+        with torch.no_grad():
+            for name, value in state["averaged_weights"].items():
+                parameters[name].copy_(value)
+        self._ctx.info(f"weight_averaging: evaluates the average of {state['updates']} updates")
