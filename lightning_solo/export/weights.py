@@ -17,7 +17,7 @@ from lightning_solo.export.formats import DTYPES
 from lightning_solo.export.sources import checkpoint_of, engine_folder, new_file, read, refuse_existing
 from lightning_solo.machine import is_installed
 from lightning_solo.nn.quantized import quantized_weights_of, with_plain_weights
-from lightning_solo.optim.averages import AVERAGE
+from lightning_solo.optim.averages import AVERAGE, averaged_weights
 from lightning_solo.optim.checkpoint_masters import RECORD, bits_of, masters_of, place
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.split_optimizer import SplitOptimizer
@@ -196,9 +196,7 @@ def _of_file(path: Path) -> tuple[Source, Mapping[str, Tensor]]:
     weights = checkpoint.get("state_dict", checkpoint)
     if not any(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} has no weights; there are {', '.join(map(str, checkpoint)) or 'no entries'}")
-    average: dict[str, Tensor] = {}
-    for state in checkpoint.get("callbacks", {}).values():
-        average |= state.get(AVERAGE, {}) if isinstance(state, Mapping) else {}
+    average = averaged_weights(checkpoint)
     if RECORD not in checkpoint:
         states = [state for each in checkpoint.get("optimizer_states", ()) for state in each.get("state", {}).values()]
         if any("correction" in state for state in states):

@@ -25,6 +25,14 @@ AVERAGE = "averaged_weights"
 """Attribute of a callback, and key of its state in a checkpoint, with the average by name."""
 
 
+def averaged_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the average in a checkpoint, by name; empty if it has none."""
+    states = checkpoint.get("callbacks", {}).values()
+    return {
+        name: each for state in states if isinstance(state, Mapping) for name, each in state.get(AVERAGE, {}).items()
+    }
+
+
 class Average:
     """The average of parameters.
 
@@ -88,7 +96,7 @@ class Average:
             return
         buffers = self._copy(parts)
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "weight_averaging")
+            self._thread = ThreadPoolExecutor(1, "average")
         self._adding = self._thread.submit(self._add, buffers, share, self._copied)
 
     def begin(self, name: str, p: Tensor) -> None:
@@ -168,7 +176,9 @@ def _buffers_of(parts: Mapping[str, _Parts], device: torch.device) -> dict[str, 
     """Return pinned memory for parts, each in the layout of its original."""
     tensors = [each for part in parts.values() for each in part if each is not None]
     sizes = [(each.numel(), each.dtype) for each in tensors]
-    require_host_room("copies of weights to average", sizes, "write callback.weight_averaging.device=module")
+    require_host_room(
+        "copies of weights to average", sizes, "write device=module, which keeps the average on the device"
+    )
     flat = iter(host_tensors(sizes, device))
 
     def like(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_solo.errors import ConflictError, GradientError
+from lightning_solo.optim.averages import AVERAGE, averaged_weights
 from lightning_solo.seams import patches, resuming
 from lightning_solo.seams.run import Run
 
@@ -97,7 +98,12 @@ def _model_sharded_context(run: Run, own: Own) -> Iterator[None]:
 
 
 def _load_model_state_dict(run: Run, own: Own, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-    """Load weights inside the techniques' contexts."""
+    """Load weights inside the techniques' contexts; say so if the checkpoint has an average that none continues."""
+    if run.training and averaged_weights(checkpoint) and not any(hasattr(each, AVERAGE) for each in run.techniques):
+        run.info(
+            "the checkpoint has an average of the weights, too: this run continues with the live weights; write"
+            " +callback=weight_averaging to continue the average"
+        )
     with ExitStack() as stack:
         for each in run.checkpoints():
             stack.enter_context(each.loading_weights())

@@ -39,6 +39,7 @@ WITHOUT_REFERENCE = (
     {"layer_drop", "layer_freezing"},
     {"accumulation_schedule", "layer_freezing"},  # whose milestones are of other batches
     {"quantized_base", "layer_freezing"},
+    {"accumulation_schedule", "weight_averaging"},  # an average of few updates
     {"quantized_base", "adapters"},  # these round what is frozen, which is more beside adapters
     {"zero_offload", "adapters"},
     {"accumulation_schedule", "pruning"},  # of fewer steps, which change far less than pruning

@@ -15,21 +15,24 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 import lightning_solo as solo
 from lightning_solo.cards.footprint import Request, Sizes, plain_footprint
+from lightning_solo.cli import export
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim.averages import Average
+from lightning_solo.optim.split_weights import join
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.adapters.technique import Adapters
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.exact_resume.technique import ExactResume
 from lightning_solo.techniques.finite_guard.technique import FiniteGuard
+from lightning_solo.techniques.gradient_norm.technique import GradientNorm
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.layer_freezing.technique import LayerFreezing
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
 from lightning_solo.techniques.safe_checkpoint.technique import SafeCheckpoint
 from lightning_solo.techniques.weight_averaging.card import Settings, footprint
 from lightning_solo.techniques.weight_averaging.technique import WeightAverage
-from tests.messages import mentions
+from tests.messages import lines_with, mentions
 from tests.modules import Stack, loader, regression
 from tests.training import equal, fit
 
@@ -332,14 +335,16 @@ def test_resumed_run_equals_the_undisturbed_one(make_trainer: Make, tmp_path: Pa
         )
 
 
-def test_run_without_the_technique_continues_the_live_weights(
-    make_trainer: Make, tmp_path: Path, recwarn: pytest.WarningsRecorder
+def test_run_without_the_technique_continues_the_live_weights_and_says_so(
+    make_trainer: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "half.ckpt"
     module = fit(make_trainer, WeightAverage(), module=regression(L, stack()))
     module.trainer.save_checkpoint(path)
     rest = regression(L, stack())
-    make_trainer(L, max_epochs=2).fit(rest, loader(), ckpt_path=path, weights_only=True)
+    caplog.clear()
+    make_trainer(L, callbacks=[GradientNorm()], max_epochs=2).fit(rest, loader(), ckpt_path=path, weights_only=True)
+    assert lines_with(caplog.text, "live weights", "+callback=weight_averaging")
     assert equal(values_of(rest), values_of(fit(make_trainer, module=regression(L, stack()), max_epochs=2)))
 
 
@@ -367,7 +372,62 @@ def test_failure_within_a_validation_leaves_the_live_weights(make_trainer: Make)
     assert equal(values_of(module), values_of(fit(make_trainer, module=regression(L, stack()))))
 
 
+def test_command_exports_the_average_or_the_live_weights(
+    make_trainer: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = fit(make_trainer, technique := WeightAverage(at_end="live"), CompactStates(), precision="bf16-true")
+    module.trainer.save_checkpoint(tmp_path / "run.ckpt")
+    written = {}
+    for name, options in (("average", []), ("live", ["--live"])):
+        assert export.run([str(tmp_path / "run.ckpt"), "--output", str(tmp_path / f"{name}.pt"), *options]) == 0
+        written[name] = torch.load(tmp_path / f"{name}.pt")
+        assert bool(lines_with(capsys.readouterr().out, "averages", "--live")) == (name == "average")
+    assert equal(written["average"], technique.averaged_weights)
+    assert equal(written["live"], solo.export_weights(module))  # 24 bits of each
+    assert not equal(written["live"], written["average"])
+
+
+def test_average_in_the_other_home_resumes(make_trainer: Make, tmp_path: Path) -> None:
+    import pytorch_lightning
+
+    modules = []
+    for path in (None, tmp_path / "x.ckpt"):
+        torch.manual_seed(1)
+        module = regression(pytorch_lightning, Stack())
+        callbacks = [technique := WeightAverage(decay=0.9), Sees(tmp_path / "y.ckpt")]
+        trainer = make_trainer(pytorch_lightning, callbacks=callbacks, max_epochs=2 if path else 1)
+        trainer.fit(module, loader(), loader(1), ckpt_path=path, weights_only=True)
+        trainer.save_checkpoint(tmp_path / "x.ckpt")
+        modules.append(technique.average.updates)
+        assert equal(values_of(module), {name: each.cpu() for name, each in technique.averaged_weights.items()})
+    assert modules == [10, 20]
+
+
 # --- memory ---
+
+
+def test_average_on_the_host_takes_no_device_memory(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("on a GPU, or the simulated one")
+    weight, correction = torch.ones(2**16, dtype=torch.bfloat16, device=device), torch.ones(2**16, dtype=torch.int8)
+    average = Average("ema", 0.9, on_host=True)
+    corrections = {weight: correction.to(device)}
+    average.update({"weight": weight}, corrections)
+    average.settle()
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(3):
+        average.wait_for_copies()
+        weight += 1
+        average.update({"weight": weight}, corrections)
+    assert average._stream is not None
+    average.settle()
+    assert torch.cuda.max_memory_allocated(device) == before
+    expected = torch.zeros(2**16)
+    for step, value in enumerate(range(1, 5)):
+        master = join(torch.full((2**16,), value, dtype=torch.bfloat16), correction)
+        expected = master if step == 0 else expected.lerp_(master, 1 - 0.9)
+    assert torch.equal(average.values["weight"], expected)
 
 
 @pytest.mark.parametrize(("device", "expected"), [("host", 0), ("module", 4)])

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError, listed
 from lightning_solo.memory.host_slabs import require_host_room
-from lightning_solo.optim.averages import Average
+from lightning_solo.optim.averages import Average, averaged_weights
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -264,6 +264,8 @@ class WeightAverage(Technique, Settings):
     def leaving(self, ctx: Run, proceed: Callable[[], Any]) -> None:
         """Leave the average in the module, once that is on the host."""
         proceed()
+        if not ctx.training:
+            return
         self.average.end()
         if self._is_ended and self.at_end == "average" and self.average.updates:
             self._put_average()
@@ -370,16 +372,16 @@ class AverageCheckpoint(Checkpoint):
         if self._ctx.training or self._technique.evaluate == "live":
             return
         checkpoint = patches.loaded_checkpoint(self._ctx.trainer)
-        state = checkpoint.get("callbacks", {}).get(self._technique.state_key, {})
-        if not state.get("averaged_weights"):
+        average = averaged_weights(checkpoint)
+        if not average:
             return
         parameters = dict(self._ctx.module.named_parameters())
-        if unknown := sorted(state["averaged_weights"].keys() - parameters.keys()):
+        if unknown := sorted(average.keys() - parameters.keys()):
             raise CheckpointError(
                 f"{OPTION}: the checkpoint's average has {listed(unknown)}, which the module lacks; write"
                 f" {OPTION}.evaluate=live"
             )
         with torch.no_grad():
-            for name, value in state["averaged_weights"].items():
+            for name, value in average.items():
                 parameters[name].copy_(value)
-        self._ctx.info(f"weight_averaging: evaluates the average of {state['updates']} updates")
+        self._ctx.info(f"weight_averaging: evaluates the average of {len(average)} weights")
