@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_solo.export.adapter_files import load_adapters as load_adapters
     from lightning_solo.export.adapter_files import merge_adapters as merge_adapters
     from lightning_solo.export.pretrained import export_pretrained as export_pretrained
+    from lightning_solo.export.soft_labels import write_soft_labels as write_soft_labels
     from lightning_solo.export.weights import export_weights as export_weights
     from lightning_solo.lightning_cli import SoloCLI as SoloCLI
     from lightning_solo.nn.adaptation import use_adapter as use_adapter
@@ -64,6 +65,7 @@ _HOME = {
     "SoloCLI": "lightning_solo.lightning_cli",
     "Plan": "lightning_solo.planner.plan",
     "plan": "lightning_solo.planner.preset_plans",
+    "write_soft_labels": "lightning_solo.export.soft_labels",
 }
 
 

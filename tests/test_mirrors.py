@@ -24,6 +24,7 @@ ELSEWHERE = {
     "data/test_packing.py": "data/epoch_batches",
     "data/test_splitting.py": "data/loss_weights",
     "export/test_conversion.py": "cli/convert",
+    "export/test_soft_labels.py": "cli/soft_labels",
     "export/test_weights.py": "cli/export export/formats export/sources optim/checkpoint_masters",
     "export/test_pretrained.py": "export/adapter_folder export/generation_files export/gguf export/trained_models",
     "fine_tuning/test_chat.py": "fine_tuning/data_report fine_tuning/mapped_rows",
@@ -76,6 +77,7 @@ ELSEWHERE = {
     "techniques/test_activation_offloading_disk.py": "nn/disk_offloading nn/scratch_file",
     "techniques/test_attention.py": "nn/attention_kernels",
     "techniques/test_curriculum.py": "data/curriculum_batches",
+    "techniques/test_distillation.py": "export/teachers nn/divergence nn/teacher",
     "techniques/test_exact_resume.py": "data/changing_attributes data/item_states data/replay data/replayed_loaders"
     " data/worker_states",
     "techniques/test_fused_kernels.py": "nn/fused_kernels",

@@ -26,6 +26,7 @@ COMMANDS = {
     "report": "draw a run, a sweep or a ladder in one HTML page: lightning-solo report runs/first",
     "export": "write the weights of a run or a checkpoint as one plain file: lightning-solo export runs/first",
     "generate": 'print the answer of a fine-tuned model: lightning-solo generate runs/first "What is LoRA?"',
+    "soft-labels": "write what a teacher predicts for the training data: lightning-solo soft-labels FILE runs/teacher",
     "convert": "make a plain checkpoint of a compact one, or back: lightning-solo convert last.ckpt --to plain",
     "doctor": "print what this machine has and what each preset lacks here; --build compiles DeepSpeed's extensions",
 }
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warnings.showwarning = _show_warning
         sys.excepthook = print_error
     try:
-        command = importlib.import_module(f"lightning_solo.cli.{name}")
+        command = importlib.import_module(f"lightning_solo.cli.{name.replace('-', '_')}")
         if name in ("show", "presets", "doctor") and {"-h", "--help"} & {*rest}:  # the others have options to list
             print(command.__doc__)
             raise SystemExit(0)
@@ -79,7 +80,7 @@ def _show_warning(
 
 
 def _usage() -> str:
-    lines = "\n".join(f"  {name:<9}{text}" for name, text in COMMANDS.items())
+    lines = "\n".join(f"  {name:<12}{text}" for name, text in COMMANDS.items())
     return f"lightning-solo: the largest model, at the best speed, on the one GPU you have\n\n{lines}"
 
 

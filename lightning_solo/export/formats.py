@@ -1,4 +1,4 @@
-"""The choices of `lightning-solo export` and `convert`, known without importing torch."""
+"""The choices of `lightning-solo export`, `convert` and `soft-labels`, known without importing torch."""
 
 from __future__ import annotations
 
@@ -31,3 +31,7 @@ BASES = ("dequantized", "original")
 """The weights of a base in 4 or 8 bits to which an adapter can be added."""
 FORMS = ("plain", "compact")
 """The forms of a checkpoint's optimizer states, as `lightning-solo convert --to` takes them."""
+START = "start"
+"""The teacher that is a copy of a module as its fit begins."""
+TEACHER_DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""The types of a teacher's weights; auto leaves them as they are stored."""

@@ -357,6 +357,18 @@ def _words(folder: Path | None, new_tokens: Any, data: Mapping[str, Any]) -> Wor
     return Words(folder, new_tokens_of(new_tokens), chat_template_of(data.get("chat_template") or None))
 
 
+def pretrained(folder: Path, dtype: torch.dtype | None = None) -> Any:
+    """Return the model of a folder in evaluation mode, in a type or in that of its files.
+
+    Raises:
+        CheckpointError: a tensor is missing, or its weights are in 4 or 8 bits.
+        CapabilityError: transformers is missing.
+    """
+    if not is_installed("transformers"):
+        raise CapabilityError(f"{folder}: its model needs transformers; write pip install transformers safetensors")
+    return _loaded(folder, None, dtype).eval()
+
+
 def _loaded(
     folder: Path,
     cls: Any,

@@ -249,6 +249,24 @@ class DeferredLogits(Tensor):
             self._version_computed = self._logits._version
         return self._logits
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Positions whose logits exist at a time."""
+        return self._layer.use.chunk_tokens
+
+    def of_rows(self, at: slice) -> Tensor:
+        """Return the logits of some positions, counted over all dimensions: (positions, vocabulary)."""
+        layer, (inner, is_capped, outer) = self._layer, self._pointwise
+        layer.check()
+        hidden, dtype = self._hidden.flatten(0, -2)[at], layer.dtype if layer.autocast else None
+        with (
+            torch.set_grad_enabled(self._differentiable and torch.is_grad_enabled()),
+            torch.autocast(hidden.device.type, dtype, enabled=layer.autocast),
+        ):
+            logits = F.linear(hidden, layer.weight, layer.bias)
+            scaled = logits if inner == 1 else inner * logits
+            return outer * scaled.tanh() if is_capped else scaled
+
     def _next(self, step: Callable[[Tensor], Tensor], **changed: Any) -> DeferredLogits:
         """Return the deferred result of a function of these logits."""
         now = {

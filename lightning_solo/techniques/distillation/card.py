@@ -1,0 +1,110 @@
+"""The card of `distillation`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
+from lightning_solo.cards.tracing import Tracing
+from lightning_solo.errors import ConflictError
+from lightning_solo.export.formats import START, TEACHER_DTYPES
+from lightning_solo.units import format_bytes
+
+TEACHER = "callback.distillation.teacher=<a run's folder, a checkpoint, a folder of Hugging Face's, or start>"
+
+
+def _wrong_alpha(alpha: float) -> str | None:
+    return None if 0 < alpha <= 1 else "expected a number above 0, and at most 1"
+
+
+def _wrong_temperature(temperature: float) -> str | None:
+    return None if temperature > 0 else "expected a number above 0, such as 1 or 2"
+
+
+@dataclass(frozen=True)
+class Settings(TechniqueSettings):
+    """Arguments of Distillation."""
+
+    teacher: str | None = setting(
+        None,
+        "a run's folder, a checkpoint, a folder of a model of Hugging Face's, or start: the module as the fit begins",
+    )
+    labels: str | None = setting(
+        None, "instead of a teacher: a file that lightning-solo soft-labels wrote, with draws of a teacher"
+    )
+    alpha: float = setting(
+        0.5, "share of the divergence in the loss; the module's own loss has the rest", check=_wrong_alpha
+    )
+    temperature: float = setting(
+        1.0, "by which the logits of both are divided; labels have 1", check=_wrong_temperature
+    )
+    part: str = setting("auto", "the part whose output are the logits, as net; auto: the one that training_step calls")
+    dtype: str = setting("auto", "type of the teacher's weights; auto: as they are stored", allowed=TEACHER_DTYPES)
+    streamed: bool = setting(
+        False, "keep the teacher's repeated blocks on the host, and load each as it runs; two are on the device"
+    )
+
+    def _check_together(self) -> None:
+        if self.teacher is not None and self.labels is not None:
+            raise ConflictError(
+                f"{self.technique}.teacher={self.teacher} and labels={self.labels}, which take the place of a teacher;"
+                " write one of the two"
+            )
+        if self.labels is not None and self.temperature != 1:
+            raise ConflictError(
+                f"{self.technique}.temperature={self.temperature} and labels, which were drawn at temperature 1; write"
+                " temperature=1, or teacher= instead of labels="
+            )
+
+
+def _no_teacher(settings: Settings, configuration: Configuration) -> str | None:
+    if settings.teacher is None and settings.labels is None:
+        return (
+            f"callback.distillation has no teacher; write {TEACHER}, or labels=<a file of lightning-solo soft-labels>"
+        )
+    return None
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan a teacher that is a copy; of others, say what they take."""
+    if settings.teacher == START:
+        return tracing
+    assumption = "distillation isn't planned: labels take a few bytes per position and draw"
+    if settings.teacher is not None:
+        size = format_bytes(_bytes(Path(settings.teacher).expanduser()))
+        assumption = (
+            f"distillation isn't planned: the teacher takes its weights, at most the {size} of its files, and the"
+            " activations of one layer, its logits and their gradient"
+        )
+    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
+
+
+def _bytes(path: Path) -> int:
+    """Return the bytes of a file, or of the weights in a folder."""
+    if path.is_file():
+        return os.path.getsize(path)
+    files = list(path.glob("*.safetensors")) or list(path.glob("checkpoints/last.ckpt"))
+    return sum(map(os.path.getsize, files))
+
+
+CARD = Card(
+    name="distillation",
+    target="lightning_solo.techniques.distillation.technique:Distillation",
+    phase=Phase.DATA,  # before adapters and what else changes the module of which it may take a copy
+    settings=Settings,
+    saves="no memory: a small module learns what a larger one, or the same before it was compressed, predicts",
+    costs="the teacher's weights and forward, its logits and one gradient of their size; with ``labels`` none of these",
+    numerics="another loss: ``(1 - alpha)`` of the module's own, and ``alpha`` of the divergence from the teacher",
+    conflicts="manual optimization (refused)",
+    reference="Hinton et al. 2015, https://arxiv.org/abs/1503.02531; Anshumann et al. 2025, Sparse Logit Sampling,"
+    " https://arxiv.org/abs/2503.16870",
+    rules=(_no_teacher,),
+    caveat=lambda settings: "trains towards the outputs of another model",
+    on_cpu={"teacher": START, "alpha": 0.1},
+    planned="lightning_solo.techniques.distillation.card:planned",
+)

@@ -1,0 +1,180 @@
+"""Distillation: the module also learns what a teacher predicts, from its logits or from stored draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.data.soft_labels import SoftLabels
+from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.export.formats import START
+from lightning_solo.export.teachers import make_teacher
+from lightning_solo.nn.divergence import divergence, divergence_from_draws
+from lightning_solo.nn.teacher import (
+    AUTO,
+    OPTION,
+    Call,
+    Calls,
+    Teacher,
+    candidates,
+    counted_positions,
+    labels_of_losses,
+    of_one_part,
+    of_same_shape,
+)
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.techniques.distillation.card import CARD, TEACHER, Settings
+from lightning_solo.units import format_bytes
+
+
+class Distillation(Technique, Settings):
+    """Adds to the loss of ``training_step`` the divergence of the module's logits from a teacher's.
+
+    The loss becomes ``(1 - alpha) * loss + alpha * temperature ** 2 * KL(teacher || student)``, with the mean over the
+    positions that the module's own loss counts. The teacher is no part of the module: no tensor of it is in a
+    checkpoint, an optimizer or an average, except that a checkpoint has the copy of ``teacher=start``, which a resumed
+    run needs. Validation doesn't change.
+
+    Raises:
+        PresetError: An argument is ill-formed.
+        ConflictError: Two arguments contradict each other.
+    """
+
+    phase = CARD.phase
+
+    def _init_state(self) -> None:
+        self._module: nn.Module | None = None  # the teacher of `from_module`
+        self._teacher: Teacher | None = None
+        self._labels: SoftLabels | None = None
+        self._calls: Calls | None = None
+        self._start: dict[str, Tensor] | None = None  # weights of the copy, from a checkpoint
+
+    @classmethod
+    def from_module(cls, module: nn.Module, **settings: Any) -> Distillation:
+        """Return the technique with a module as teacher, which is frozen, moved and set to evaluation.
+
+        A module of the student's class is called in the part that ``training_step`` calls; any other one takes the
+        inputs of that part.
+
+        Args:
+            module: the teacher.
+            settings: as in the constructor, without ``teacher`` and ``labels``.
+        """
+        distillation = cls(**settings)
+        distillation._module = module
+        return distillation
+
+    def transform(self, ctx: Run) -> None:
+        """Make the teacher, or open the file of its labels.
+
+        Raises:
+            PresetError: there is none.
+            ConflictError: the module optimizes manually, or the teacher is the module itself.
+            CheckpointError: the teacher or the file can't be loaded.
+        """
+        name = type(ctx.module).__name__
+        if not ctx.module.automatic_optimization:
+            raise ConflictError(
+                f"{OPTION} and {name}.automatic_optimization=False: it changes the loss that training_step returns;"
+                f" write automatic_optimization=True, or ~{OPTION} and add"
+                " lightning_solo.nn.divergence.divergence(student_logits, teacher_logits) to your loss"
+            )
+        ctx.undo.callback(self._forget)
+        if self.labels is not None:
+            labels = self._labels = SoftLabels(Path(self.labels).expanduser())
+            ctx.info(
+                f"distillation: {len(labels):,} rows, {labels.positions:,} positions of {labels.origin.draws} draws of"
+                f" {labels.origin.name}"
+            )
+            return
+        source = self._module if self._module is not None else self.teacher
+        if source is None:
+            raise PresetError(f"{OPTION} has no teacher; write {TEACHER}")
+        teacher = self._teacher = make_teacher(
+            source, ctx.module, ctx.device, self.dtype, self._start, streamed=self.streamed
+        )
+        where = "a module" if self._module is not None else str(self.teacher)
+        ctx.info(
+            f"distillation: the teacher, {where}, takes {format_bytes(teacher.bytes)} ({teacher.dtype}, {ctx.device})"
+            + (f", of which {format_bytes(teacher.ring.host_bytes)} stay on the host" if teacher.ring else "")
+        )
+
+    def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the step, and the teacher on its inputs; return the loss with the divergence."""
+        calls = self._calls or self._hooked(ctx)
+        with calls.recording() as recorded:
+            with labels_of_losses() as seen:
+                output = proceed(*args, **kwargs)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            if loss is None:
+                return output
+            batch = args[0] if args else kwargs.get("batch")
+            of_one = of_one_part(ctx.module, recorded, self.part)
+            parts = [self._divergence(call, counted_positions(call, seen, batch)) for call in of_one]
+        distance = torch.stack(parts).mean()
+        ctx.module.log("distillation/divergence", distance.detach())
+        ctx.module.log("distillation/own_loss", loss.detach())
+        total = self.alpha * distance
+        if self.alpha < 1:
+            total = total + (1 - self.alpha) * loss
+        return {**output, "loss": total} if isinstance(output, Mapping) else total
+
+    def _divergence(self, call: Call, counted: Tensor | None) -> Tensor:
+        if self._labels is not None:
+            return self._by_labels(self._labels, call, counted)
+        assert self._teacher is not None  # transform comes first
+        logits = of_same_shape(call, self._teacher.logits(call))
+        return divergence(call.logits, logits, self.temperature, counted)
+
+    def _by_labels(self, labels: SoftLabels, call: Call, counted: Tensor | None) -> Tensor:
+        """Return the divergence from a call's rows in the file.
+
+        Raises:
+            ConflictError: they aren't there, or of another vocabulary.
+        """
+        words, width = labels.origin.vocabulary, call.logits.shape[-1]
+        if words != width:
+            raise ConflictError(
+                f"{OPTION}.labels={self.labels}: they are of {words} words, and the module's logits have {width}; write"
+                " labels of a teacher with the same vocabulary"
+            )
+        stored = labels.read((call.args, call.kwargs), call.logits.shape[:-1])
+        if stored is None:
+            raise ConflictError(
+                f"{OPTION}.labels={self.labels}: it lacks a row of this batch, so it was written for other data, other"
+                " lengths (context, max_length), or fewer batches; write labels for this data by lightning-solo"
+                f" soft-labels, or {OPTION}.teacher= where rows change from epoch to epoch"
+            )
+        drawn, entropies, mask = (None if each is None else each.to(call.logits.device) for each in stored)
+        assert drawn is not None
+        assert entropies is not None
+        if mask is not None:
+            counted = mask if counted is None else counted & mask
+        return divergence_from_draws(call.logits, drawn, entropies, counted)
+
+    def _hooked(self, ctx: Run) -> Calls:
+        """Return the recorder of the parts that may make the logits; they have their final form by the first batch."""
+        part = self.part if self._labels is None or self.part != AUTO else self._labels.origin.part
+        self._calls = calls = Calls(candidates(ctx.module, part, self._teacher))
+        ctx.undo.callback(calls.remove)
+        return calls
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights of the copy of ``teacher=start``."""
+        if self.teacher != START or self._teacher is None:
+            return {}
+        return {START: dict(self._teacher.module.state_dict())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the copy's weights."""
+        self._start = state_dict.get(START)
+
+    def _forget(self) -> None:
+        if self._teacher is not None:
+            self._teacher.close()
+        self._teacher = self._labels = self._calls = self._start = None
