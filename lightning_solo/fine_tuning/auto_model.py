@@ -38,12 +38,12 @@ class HFAuto(FromFolder):
     Args:
         path: folder with config.json, safetensors and tokenizer.
         task: one of `TASKS`.
-        warmup_steps: optimizer steps until the learning rate is at its full height.
+        warmup_steps: optimizer steps in which the learning rate rises.
         dtype: type of the weights in memory: auto (as in the files), float32, bfloat16 or float16.
         unused: patterns of names of tensors in the files that the model may lack.
         early_stopping: validations without a lower loss after which the run ends; None for no such end.
         labels: names of a classifier's labels; None for those of the data.
-        optimizer: makes the optimizer from parameter groups; by default AdamW with a rate of 2e-4, for adapters.
+        optimizer: returns the optimizer of parameter groups; by default AdamW at 2e-4, a rate for adapters.
 
     Raises:
         CheckpointError: the folder isn't one of a model's 16- or 32-bit weights.

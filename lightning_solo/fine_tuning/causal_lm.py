@@ -171,7 +171,7 @@ class FromFolder(L.LightningModule):
         if steps <= self.warmup_steps:
             rank_zero_warn(
                 f"model.warmup_steps={self.warmup_steps}: the run has {steps:.0f} steps, so the learning rate never"
-                f" reaches its full height; write model.warmup_steps={round(steps) // 10}"
+                f" reaches its peak; write model.warmup_steps={round(steps) // 10}"
             )
         factor = partial(warmup_cosine, warmup_steps=self.warmup_steps, total_steps=steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
@@ -235,18 +235,17 @@ class HFCausalLM(FromFolder):
 
     Args:
         path: folder with config.json, safetensors and tokenizer.
-        warmup_steps: optimizer steps until the learning rate is at its full height.
+        warmup_steps: optimizer steps in which the learning rate rises.
         dtype: type of the weights in memory: auto (as in the files), float32, bfloat16 or float16.
         quantized: "nf4" or "int8" loads the weights of linear layers in 4 or 8 bits, frozen, from a cache of mapped
             files; None loads them as they are.
         unused: patterns of names of tensors in the files that the model may lack.
         early_stopping: validations without a lower loss after which the run ends; None for no such end.
-        samples: answers to generate at each validation: the number of validation rows whose prompts are answered, or
-            prompts.
+        samples: prompts that are answered at each validation, or the number of validation rows whose prompts are.
         sample_tokens: largest number of tokens of such an answer.
-        new_tokens: texts that become tokens, or a file with one a line. Each one's rows in embedding and head start at
-            the mean of the rows of its pieces.
-        optimizer: makes the optimizer from parameter groups; by default AdamW with a rate of 2e-4, for adapters.
+        new_tokens: texts that become tokens, or a file with one a line. Their rows in embedding and head start at the
+            mean of the rows of the tokens that the text had before.
+        optimizer: returns the optimizer of parameter groups; by default AdamW at 2e-4, a rate for adapters.
 
     Raises:
         CheckpointError: the folder isn't one of a model's 16- or 32-bit weights.

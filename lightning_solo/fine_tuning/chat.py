@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from lightning_solo.data.tokenizers import chat_template_of, new_tokens_of
 from lightning_solo.fine_tuning.conversations import Conversations, Encoded, plain_text
 from lightning_solo.fine_tuning.data_report import TOO_LONG, ChatReport
-from lightning_solo.fine_tuning.mapped_rows import MappedRows, RowWriter, one_of, share_of
+from lightning_solo.fine_tuning.mapped_rows import MappedRows, RowWriter, share_of
 from lightning_solo.fine_tuning.rows import EXAMPLES, LeftOutError, RowError, read_rows, refuse_half_characters
 
 KINDS = ("messages", "prompt", "text")
@@ -30,13 +30,12 @@ class ChatData(MappedRows):
     The other arguments are those of `MappedRows`.
     """
 
-    too_long: str = "drop"
+    too_long: Literal["drop", "cut"] = "drop"
     chat_template: str | None = None
     new_tokens: str | Sequence[str] | None = None
     report_class: ClassVar[type[ChatReport]] = ChatReport
 
     def __post_init__(self) -> None:
-        one_of("too_long", self.too_long, ("drop", "cut"))
         self.chat_template, self.new_tokens = chat_template_of(self.chat_template), new_tokens_of(self.new_tokens)
         super().__post_init__()
 
@@ -98,7 +97,7 @@ def encoded_row(value: Mapping[str, Any], conversations: Conversations) -> Encod
         return conversations.encode([*prompt, *completion], tools, len(prompt))
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise RowError("no completion", f"completion is {completion!r}; write {EXAMPLES['prompt']}")
-    if conversations.has_template:
+    if conversations.tokenizer.chat_template:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
         return conversations.encode(turns, tools)
     return plain_text(conversations.tokenizer, prompt, completion)

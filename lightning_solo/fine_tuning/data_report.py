@@ -38,7 +38,7 @@ class DataReport:
         read: rows that were read; each is kept or dropped.
         kept: rows that are used.
         dropped: reason -> number of rows.
-        places: reason -> places of the first of these rows.
+        places: reason -> places of the first such rows.
         unused: column that isn't used -> number of rows with it.
         repeated: kept rows that are equal to an earlier one.
         tokens: tokens of the kept rows.

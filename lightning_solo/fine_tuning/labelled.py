@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_solo.atomic_files import read_json
 from lightning_solo.data.loss_weights import IGNORED
-from lightning_solo.errors import PresetError, nearest
+from lightning_solo.errors import PresetError
 from lightning_solo.fine_tuning.data_report import LabelReport
-from lightning_solo.fine_tuning.mapped_rows import Collate, MappedRows, RowWriter, padded, share_of
+from lightning_solo.fine_tuning.mapped_rows import Collate, MappedRows, RowWriter, padded_batch, share_of
 from lightning_solo.fine_tuning.rows import RowError, read_rows
 
 KEYS = {
@@ -49,13 +50,11 @@ class LabelledRows(MappedRows):
     max_length: int = 256
     batch_size: int = 16
     validation_share: float = 0.1
-    task: str
+    task: Literal["sequence_classification", "token_classification", "masked_lm", "seq2seq_lm"]
     mask_share: float = 0.15
     report_class: ClassVar[type[LabelReport]] = LabelReport
 
     def __post_init__(self) -> None:
-        if self.task not in KEYS:
-            raise PresetError(f"data.task={self.task!r}{nearest(self.task, KEYS)}write one of {', '.join(KEYS)}")
         if not 0 < self.mask_share < 1:
             raise PresetError(f"data.mask_share={self.mask_share}: write a number between 0 and 1")
         super().__post_init__()
@@ -105,74 +104,70 @@ class LabelledRows(MappedRows):
         if self.task == "masked_lm":
             if tokenizer.mask_token_id is None:
                 raise PresetError(f"data.task=masked_lm: the tokenizer in {self.tokenizer} has no mask token")
-            return MaskedBatch(tokenizer, self.pad_token_id, self.mask_share, fixed=split == "validation")
+            options: dict[str, Any] = {"special": tokenizer.all_special_ids, "mask": tokenizer.mask_token_id}
+            options |= {"vocabulary": self.vocabulary, "share": self.mask_share, "fixed": split == "validation"}
+            return partial(masked_batch, pad=self.pad_token_id, **options)
         assert isinstance(self.report, LabelReport)
         found = list(self.report.labels)
         saved = (read_json(Path(self.tokenizer) / "config.json") or {}).get("id2label", {})
         names = [str(saved[key]) for key in sorted(saved, key=int)]
         self.labels = names if {*found} <= {*names} else sorted(found)
-        return LabelledBatch(self.pad_token_id, [self.labels.index(name) for name in found], self.task)
+        numbers, per_row = [self.labels.index(name) for name in found], self.task == "sequence_classification"
+        return partial(labelled_batch, pad=self.pad_token_id, numbers=numbers, per_row=per_row)
 
 
-class LabelledBatch:
-    """Makes a batch of rows that are stored as tokens and labels.
+def labelled_batch(
+    rows: Sequence[Mapping[str, Tensor]], pad: int, numbers: Sequence[int] = (), *, per_row: bool = False
+) -> dict[str, Tensor]:
+    """Return a batch of rows that are stored as the complements of their tokens, and labels.
 
     Args:
+        rows: items of `TokenRows`.
         pad: token of the padding.
-        numbers: number of each stored label among the names of labels; empty for tokens as labels.
-        task: one of `KEYS`.
+        numbers: number of each stored label among the names of labels; none if labels are tokens.
+        per_row: whether a row has one label: labels are (rows,) then.
     """
-
-    def __init__(self, pad: int, numbers: Sequence[int], task: str) -> None:
-        self.pad, self.numbers, self.task = pad, torch.tensor(numbers), task
-
-    def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask``, (rows, longest row), and ``labels``, for sequences (rows,)."""
-        ids = [row["input_ids"][row["labels"] == IGNORED] for row in rows]
-        labels = [self._labels(row["labels"][row["labels"] != IGNORED]) for row in rows]
-        return {
-            "input_ids": padded(ids, self.pad),
-            "attention_mask": padded([torch.ones_like(each) for each in ids], 0),
-            "labels": torch.cat(labels) if self.task == "sequence_classification" else padded(labels, IGNORED),
-        }
-
-    def _labels(self, stored: Tensor) -> Tensor:
-        if not len(self.numbers):
-            return stored
-        has_label = stored != UNLABELLED
-        return torch.where(has_label, self.numbers[stored * has_label], IGNORED)
+    is_label = [row["labels"] != IGNORED for row in rows]
+    labels = [row["labels"][mask] for row, mask in zip(rows, is_label, strict=True)]
+    if numbers:
+        table = torch.tensor(numbers)
+        labels = [torch.where(each == UNLABELLED, IGNORED, table[each % UNLABELLED]) for each in labels]
+    ids = [row["input_ids"][~mask] for row, mask in zip(rows, is_label, strict=True)]
+    batch = padded_batch([{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)], pad)
+    return {**batch, "labels": batch["labels"].flatten()} if per_row else batch
 
 
-class MaskedBatch(LabelledBatch):
-    """Makes a batch of texts in which some tokens are masked.
+def masked_batch(
+    rows: Sequence[Mapping[str, Tensor]],
+    pad: int,
+    special: Sequence[int],
+    mask: int,
+    vocabulary: int,
+    share: float,
+    *,
+    fixed: bool,
+) -> dict[str, Tensor]:
+    """Return a batch of texts in which some tokens are predicted (Devlin et al. 2018).
 
     Args:
-        tokenizer: of transformers.
+        rows: items of `TokenRows`.
         pad: token of the padding.
+        special: tokens that aren't predicted.
+        mask: token that replaces 80 % of the predicted ones; others replace 10 %.
+        vocabulary: number of tokens.
         share: share of the tokens that are predicted.
         fixed: whether a batch has the same masks each time.
     """
-
-    def __init__(self, tokenizer: Any, pad: int, share: float, *, fixed: bool) -> None:
-        super().__init__(pad, [], "masked_lm")
-        self.special, self.mask = torch.tensor(tokenizer.all_special_ids), tokenizer.mask_token_id
-        self.vocabulary, self.share, self.fixed = len(tokenizer), share, fixed
-
-    def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return a batch: of the predicted tokens 80 % become masks and 10 % random ones (Devlin et al. 2018)."""
-        batch = super().__call__(rows)
-        ids = batch["input_ids"]
-        generator = torch.Generator().manual_seed(int(ids.sum())) if self.fixed else None
-        special = torch.isin(ids, self.special) | batch["attention_mask"].eq(0)
-        predicted = (torch.rand(ids.shape, generator=generator) < self.share) & ~special
-        kind = torch.rand(ids.shape, generator=generator)
-        words = torch.randint(self.vocabulary, ids.shape, generator=generator)
-        changed = torch.where(kind < 0.8, self.mask, torch.where(kind < 0.9, words, ids))
-        return {
-            **batch,
-            "input_ids": torch.where(predicted, changed, ids),
-            "labels": torch.where(predicted, ids, IGNORED),
-        }
+    batch = labelled_batch(rows, pad)
+    ids = batch["input_ids"]
+    generator = torch.Generator().manual_seed(int(ids.sum())) if fixed else None
+    allowed = batch["attention_mask"].bool() & ~torch.isin(ids, torch.tensor(special))
+    predicted = (torch.rand(ids.shape, generator=generator) < share) & allowed
+    kind = torch.rand(ids.shape, generator=generator)
+    others = torch.randint(vocabulary, ids.shape, generator=generator)
+    changed = torch.where(kind < 0.8, mask, torch.where(kind < 0.9, others, ids))
+    labels = torch.where(predicted, ids, IGNORED)
+    return {**batch, "input_ids": torch.where(predicted, changed, ids), "labels": labels}
 
 
 def check(row: Mapping[str, Any], task: str) -> None:

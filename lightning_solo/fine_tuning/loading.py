@@ -63,8 +63,8 @@ def config_of(folder: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{folder / 'config.json'}: transformers {transformers.__version__} can't use it"
-            f" ({str(error).strip().partition(chr(10))[0]}); download the folder again, or install the transformers"
-            " that knows this model"
+            f" ({str(error).strip().partition(chr(10))[0]}); download the folder again, or install a version of"
+            " transformers that knows this model"
         ) from error
     if method := getattr(config, "quantization_config", None):
         name = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", method)
@@ -98,14 +98,13 @@ def load(
 
     Args:
         auto: class of transformers that builds the model, such as "AutoModelForCausalLM".
-        folder: of safetensors.
+        folder: folder with safetensors.
         config: the folder's configuration.
         dtype: one of `DTYPES`.
         quantized: format of frozen linear weights ("nf4", "int8"), which are cached as mapped files; None for none.
         unused: patterns of names of tensors in the files that the model may lack.
-        new_head: whether parameters outside the base model, and its pooler, may be missing or of another shape, and are
-            initialised then; and whether such tensors of the files are left out. They are named in a line, and the
-            model's ``newly_initialised`` has them.
+        new_head: whether parameters outside the base model, and its pooler, may be missing or of another shape. They
+            are initialised, named in a line, and in the model's ``newly_initialised``.
 
     Raises:
         CheckpointError: a file is missing or damaged; a parameter has no tensor, or one of another shape; or a tensor
@@ -115,7 +114,8 @@ def load(
 
     if dtype not in DTYPES:
         raise PresetError(f"model.dtype={dtype!r}: write one of {', '.join(DTYPES)}")
-    build = partial(_built, getattr(transformers, auto), config, dtype)
+    cls = getattr(transformers, auto)
+    build = partial(_built, cls, config, dtype)
     if without_numbers():
         return build().train()
     if quantized is not None:
@@ -123,55 +123,56 @@ def load(
         if model.can_generate() and (folder / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
         return model.train()
-    files = weight_files(folder)
     with ExitStack() as stack:
-        tensors = open_files(files, stack)
+        tensors = open_files(weight_files(folder), stack)
         stack.enter_context(quiet())
+        options = {"config": config, "dtype": dtype if dtype == "auto" else getattr(torch, dtype)}
+        options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         try:
-            model, info = getattr(transformers, auto).from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                local_files_only=True,
-                use_safetensors=True,
-            )
+            model, info = cls.from_pretrained(folder, local_files_only=True, use_safetensors=True, **options)
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(f"{folder}: the model can't be loaded ({reason})") from error
-    place = {name: stored.file.name for name, stored in tensors.items()}
-    missing, strange = info["missing_keys"], info["unexpected_keys"]
-    mismatched = {name: shapes for name, *shapes in info["mismatched_keys"]}
     model.newly_initialised = []
     if new_head:
-        base = f"{model.base_model_prefix}."
-        apart = {n for n in (*missing, *strange, *mismatched) if not n.startswith(base) or ".pooler." in n}
-        new, left = apart & {*missing, *mismatched}, apart & {*strange}
-        model.newly_initialised = [p for name, p in model.named_parameters() if name in new]
-        if apart:
-            without = f"; of the files is left out: {', '.join(sorted(left))}" if left else ""
-            rank_zero_info(f"{folder.name}: initialised is {', '.join(sorted(new)) or 'nothing'}{without}")
-        missing, strange = missing - apart, strange - apart
-        mismatched = {name: shapes for name, shapes in mismatched.items() if name not in apart}
-    if mismatched:
-        wrong = [
-            f"{name} in {place.get(name, 'a file')} is {tuple(stored)}, and {tuple(own)} in the model"
-            for name, (stored, own) in sorted(mismatched.items())
-        ]
+        _leave_out_head(model, folder.name, info)
+    _check(model, folder, info, {name: stored.file.name for name, stored in tensors.items()}, unused)
+    return model.train()
+
+
+def _leave_out_head(model: Any, name: str, info: dict[str, Any]) -> None:
+    """Remove the names of a head from those that are missing, superfluous or of another shape; print them."""
+    names = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    head = {
+        key
+        for key in names | {*info["unexpected_keys"]}
+        if not key.startswith(f"{model.base_model_prefix}.") or ".pooler." in key
+    }
+    new, left = sorted(head & names), sorted(head & {*info["unexpected_keys"]})
+    model.newly_initialised = [p for key, p in model.named_parameters() if key in new]
+    if head:
+        rank_zero_info(f"{name}: initialised: {', '.join(new) or 'nothing'}; unused: {', '.join(left) or 'nothing'}")
+    info["missing_keys"], info["unexpected_keys"] = info["missing_keys"] - head, info["unexpected_keys"] - head
+    info["mismatched_keys"] = [entry for entry in info["mismatched_keys"] if entry[0] not in head]
+
+
+def _check(model: Any, folder: Path, info: dict[str, Any], files: dict[str, str], unused: Sequence[str]) -> None:
+    """Refuse tensors of another shape, missing ones and superfluous ones; ``files`` are the files of the names."""
+    if wrong := [
+        f"{name} in {files.get(name, 'a file')} is {tuple(stored)}, and {tuple(own)} in the model"
+        for name, stored, own in sorted(info["mismatched_keys"])
+    ]:
         raise CheckpointError(f"{folder}: {listed(wrong)}; download the folder again, or correct its config.json")
-    if missing:
-        raise CheckpointError(
-            f"{folder}: no tensor for {listed(sorted(missing))} in {listed([file.name for file in files])}; download"
-            " the folder again"
-        )
-    if strange := {name for name in strange if not any(fnmatch(name, pattern) for pattern in unused)}:
-        named = listed([f"{name} ({place.get(name, 'a file')})" for name in sorted(strange)])
+    if missing := sorted(info["missing_keys"]):
+        places = listed(sorted({*files.values()}))
+        raise CheckpointError(f"{folder}: no tensor for {listed(missing)} in {places}; download the folder again")
+    extra = sorted(name for name in info["unexpected_keys"] if not any(fnmatch(name, each) for each in unused))
+    if extra:
+        named = listed([f"{name} ({files.get(name, 'a file')})" for name in extra])
         raise CheckpointError(
             f"{folder}: {type(model).__name__} has no place for {named}; correct config.json, or write"
-            f" model.unused=[{min(strange)}] if it is to be left out"
+            f" model.unused=[{extra[0]}] to leave it out"
         )
-    return model.train()
 
 
 def _built(auto: Any, config: Any, dtype: str) -> nn.Module:

@@ -9,10 +9,11 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_solo.atomic_files import whole_file
+from lightning_solo.cards.arguments import check_arguments, parameters_of
 from lightning_solo.checkpoint.writing import digest
 from lightning_solo.data.item_lengths import REPORT_EVERY_S
 from lightning_solo.data.loss_weights import IGNORED
@@ -70,7 +72,7 @@ class MappedRows(L.LightningDataModule):
     _: KW_ONLY
     max_length: int = 2048
     batch_size: int = 4
-    bad_rows: str = "refuse"
+    bad_rows: Literal["refuse", "drop"] = "refuse"
     validation_share: float = 0.05
     cache: str | None = None
     num_workers: int = 0
@@ -79,12 +81,15 @@ class MappedRows(L.LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
-        at_least("batch_size", self.batch_size, 1)
-        at_least("max_length", self.max_length, 2)
-        one_of("bad_rows", self.bad_rows, ("refuse", "drop"))
+        cls: Any = type(self)
+        arguments = {field.name: getattr(self, field.name) for field in fields(self)}
+        check_arguments(arguments, parameters_of(cls), "data")
+        for name, least in (("batch_size", 1), ("max_length", 2)):
+            if arguments[name] < least:
+                raise PresetError(f"data.{name}={arguments[name]}: write {least} or more")
         if not 0 <= self.validation_share < 1:
             raise PresetError(
-                f"data.validation_share={self.validation_share}; write a number from 0 to 1, such as 0.05"
+                f"data.validation_share={self.validation_share}: write a number from 0 to 1, such as 0.05"
             )
         # what another process needs for the same tokenizer; `path` would be taken for the model's
         names = ("tokenizer", "chat_template", "new_tokens")
@@ -150,7 +155,7 @@ class MappedRows(L.LightningDataModule):
 
     def collate(self, tokenizer: Any, split: str) -> Collate:
         """Return the function that makes a batch of rows of "train" or "validation"."""
-        return Padded(self.pad_token_id)
+        return partial(padded_batch, pad=self.pad_token_id)
 
     def _loader(self, split: str, **arguments: Any) -> DataLoader[Any]:
         rows, collate = self._splits[split], self._collate[split]
@@ -202,18 +207,6 @@ class MappedRows(L.LightningDataModule):
                 f"data.cache: {file} can't be written ({error.strerror}); write data.cache=<a folder with room>"
             ) from error
         return index
-
-
-def at_least(name: str, value: int, least: int) -> None:
-    """Refuse a smaller value of an argument."""
-    if value < least:
-        raise PresetError(f"data.{name}={value}; write {least} or more")
-
-
-def one_of(name: str, word: str, words: Sequence[str]) -> None:
-    """Refuse another word than these."""
-    if word not in words:
-        raise PresetError(f"data.{name}={word!r}; write {' or '.join(words)}")
 
 
 def _cached(file: Path) -> dict[str, Any] | None:
@@ -324,25 +317,17 @@ class TokenRows(Dataset[Any]):
         }
 
 
-class Padded:
-    """Makes a batch of rows, padded on the right. The mask follows positions, whichever token the padding is."""
+def padded_batch(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]:
+    """Return ``input_ids``, ``attention_mask`` and ``labels`` of rows, padded on the right: (rows, longest row).
 
-    def __init__(self, pad: int) -> None:
-        self.pad = pad
-
-    def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Return ``input_ids``, ``attention_mask`` and ``labels``, each (rows, longest row)."""
-        ids = [row["input_ids"] for row in rows]
-        return {
-            "input_ids": padded(ids, self.pad),
-            "attention_mask": padded([torch.ones_like(each) for each in ids], 0),
-            "labels": padded([row["labels"] for row in rows], IGNORED),
-        }
-
-
-def padded(rows: Sequence[Tensor], value: int) -> Tensor:
-    """Return rows as one tensor, with ``value`` after the shorter ones."""
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
+    The mask follows positions, whichever token the padding is.
+    """
+    ids = [row["input_ids"] for row in rows]
+    return {
+        "input_ids": _padded(ids, pad),
+        "attention_mask": _padded([torch.ones_like(each) for each in ids], 0),
+        "labels": _padded([row["labels"] for row in rows], IGNORED),
+    }
 
 
 def share_of(value: Mapping[str, Any], columns: Sequence[str]) -> float:
@@ -353,3 +338,7 @@ def share_of(value: Mapping[str, Any], columns: Sequence[str]) -> float:
     """
     content = json.dumps({key: value.get(key) for key in columns}, sort_keys=True, default=str).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big") / 2**56
+
+
+def _padded(rows: list[Tensor], value: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.export.generation_files import end_of_answer
@@ -60,22 +60,18 @@ def answer(model: Any, tokenizer: Any, ids: Sequence[int], max_tokens: int, stre
                 streamer=streamer,
             )
     finally:
-        _restore(modes)
+        for part, training in modes.items():
+            part.training = training
     return [int(token) for token in tokens[0, len(ids) :]]
-
-
-def _restore(modes: dict[nn.Module, bool]) -> None:
-    for part, training in modes.items():
-        part.training = training
 
 
 class Samples(Callback):
     """Answers prompts at each validation; writes them to ``samples.jsonl`` and to loggers that take text.
 
     Args:
-        prompts: texts, each the turn of a user; or a number of validation rows, of which the part before the first
-            label is the prompt.
-        max_tokens: tokens of an answer at most.
+        prompts: texts, each the turn of a user; or a number of validation rows, whose prompts end before their first
+            label.
+        max_tokens: largest number of tokens of an answer.
     """
 
     def __init__(self, prompts: int | Sequence[str], max_tokens: int) -> None:

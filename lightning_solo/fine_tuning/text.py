@@ -7,16 +7,17 @@ import html
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from lightning_solo.cards.arguments import check_arguments, parameters_of
 from lightning_solo.data.tokenizers import new_tokens_of
-from lightning_solo.errors import PresetError, nearest
+from lightning_solo.errors import PresetError
 from lightning_solo.fine_tuning.conversations import plain_text
 from lightning_solo.fine_tuning.data_report import TextReport
-from lightning_solo.fine_tuning.mapped_rows import MappedRows, RowWriter, one_of, share_of
+from lightning_solo.fine_tuning.mapped_rows import MappedRows, RowWriter, share_of
 from lightning_solo.fine_tuning.rows import (
     EXAMPLES,
     LeftOutError,
@@ -29,14 +30,14 @@ from lightning_solo.fine_tuning.rows import (
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufeff\ufffe\uffff]")
 BINARY = 0.1
-"""Share of control characters from which a document isn't text."""
+"""A document with a larger share of control characters isn't text."""
 URL = re.compile(r"\b(?:https?://|www\.)\S+", re.IGNORECASE)
 MARKUP = re.compile(r"<(script|style)\b.*?</\1\s*>|<!--.*?-->|</?[a-z][^<>]*>", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What is done to documents. Control characters are always removed, and empty documents dropped.
+    """Rules for documents. Control characters are always removed, and empty documents dropped.
 
     Attributes:
         min_chars: documents with fewer characters are dropped.
@@ -50,28 +51,21 @@ class Cleaning:
 
     min_chars: int = 1
     max_chars: int | None = None
-    urls: str = "keep"
-    markup: str = "keep"
-    low_quality: str = "keep"
-    duplicates: str = "drop"
+    urls: Literal["keep", "remove"] = "keep"
+    markup: Literal["keep", "remove"] = "keep"
+    low_quality: Literal["keep", "drop"] = "keep"
+    duplicates: Literal["keep", "drop"] = "drop"
 
-    @classmethod
-    def of(cls, choices: Mapping[str, Any] | None) -> Cleaning:
-        """Return the cleaning of these choices.
 
-        Raises:
-            PresetError: an unknown name or value.
-        """
-        names = [field.name for field in fields(cls)]
-        for name in choices or ():
-            if name not in names:
-                raise PresetError(f"data.cleaning.{name}{nearest(name, names)}there are {', '.join(names)}")
-        cleaning = cls(**(choices or {}))
-        for name in ("urls", "markup"):
-            one_of(f"cleaning.{name}", getattr(cleaning, name), ("keep", "remove"))
-        for name in ("low_quality", "duplicates"):
-            one_of(f"cleaning.{name}", getattr(cleaning, name), ("keep", "drop"))
-        return cleaning
+def cleaning_of(choices: Mapping[str, Any] | None) -> Cleaning:
+    """Return the cleaning of these choices.
+
+    Raises:
+        PresetError: an unknown name or value.
+    """
+    settings: Any = Cleaning
+    check_arguments(choices or {}, parameters_of(settings), "data.cleaning")
+    return Cleaning(**(choices or {}))
 
 
 def cleaned(text: str, cleaning: Cleaning) -> tuple[str, list[str]]:
@@ -151,7 +145,7 @@ class TextData(MappedRows):
 
     def __post_init__(self) -> None:
         self.new_tokens = new_tokens_of(self.new_tokens)
-        self._cleaning = Cleaning.of(self.cleaning)
+        self._cleaning = cleaning_of(self.cleaning)
         super().__post_init__()
 
     def tokenizer_arguments(self) -> tuple[str, str | None, Sequence[str]]:

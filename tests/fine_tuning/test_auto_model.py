@@ -222,7 +222,7 @@ def test_bad_rows_and_settings_are_refused(model_folder: Folder, tmp_path: Path)
     file.write_text((json.dumps({"text": "lazy dog"}) + "\n") * 60)
     with pytest.raises(PresetError, match=mentions("all 60 are equal", "data.validation_share=0")):
         data_of(folder, file, "masked_lm").setup("fit")
-    with pytest.raises(PresetError, match=mentions("data.task=", nearest("masked_lm"))):
+    with pytest.raises(PresetError, match=mentions("data.task=", "'masked_lm'")):
         data_of(folder, file, "maskedlm")
     with pytest.raises(PresetError, match=mentions("model.task=", nearest("masked_lm"))):
         HFAuto(str(folder), "maskedlm")

@@ -174,9 +174,18 @@ def test_validation_loss_is_the_mean_over_all_tokens(model_folder: Folder, make_
     assert trainer.callback_metrics["validation/loss"].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_accumulated_rows_of_unlike_length_equal_one_batch(model_folder: Folder, make_trainer: Make) -> None:
-    schedule = solo.callbacks.AccumulationSchedule(milestones=[[0, 8]], weight_by="shifted_tokens")
-    parts = trained(model_folder("Llama"), make_trainer, Rows(8, 1), callbacks=[schedule], max_steps=1)
+@pytest.mark.parametrize("micro_batch", [None, 1])
+def test_accumulated_rows_of_unlike_length_equal_one_batch(
+    micro_batch: int | None, model_folder: Folder, make_trainer: Make
+) -> None:
+    by = "shifted_tokens"
+    if micro_batch is None:
+        techniques = [solo.callbacks.AccumulationSchedule(milestones=[[0, 8]], weight_by=by)]
+    else:  # batches of two rows, each in two parts
+        divided = solo.callbacks.MicroBatching(micro_batch=micro_batch, weight_by=by)
+        techniques = [solo.callbacks.AccumulationSchedule(milestones=[[0, 4]]), divided]
+    data = Rows(8, 2 if micro_batch else 1)
+    parts = trained(model_folder("Llama"), make_trainer, data, callbacks=techniques, max_steps=1)
     whole = trained(model_folder("Llama"), make_trainer, Rows(8, 8), max_steps=1)
     before = HFCausalLM(str(model_folder("Llama")))
     before.configure_model()

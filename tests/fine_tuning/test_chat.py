@@ -343,8 +343,8 @@ def test_report_counts_tokens_and_shows_a_row_with_its_mask(make: Callable[..., 
 
 def test_arguments_are_checked_before_anything_is_read(folder: Path, tmp_path: Path) -> None:
     for arguments, remedy in [
-        ({"too_long": "truncate"}, "drop or cut"),
-        ({"bad_rows": "skip"}, "refuse or drop"),
+        ({"too_long": "truncate"}, "'drop' or 'cut'"),
+        ({"bad_rows": "skip"}, "'refuse' or 'drop'"),
         ({"max_length": 1}, "data.max_length=1"),
         ({"batch_size": 0}, "data.batch_size=0"),
         ({"validation_share": 1.0}, "data.validation_share=1.0"),

@@ -44,6 +44,13 @@ def test_compact_and_accumulation_are_refused_with_what_to_write() -> None:
     with pytest.raises(ConflictError, match=mentions("gradient_release", "~callback.accumulation_schedule")):
         checked("solo=compact")
     checked("solo=compact", "~solo.callback.accumulation_schedule")
+    remedy = ("weight_by=batches", "weight_by=shifted_tokens")
+    with pytest.raises(ConflictError, match=mentions(*remedy)):
+        checked("solo=[adapters,micro_batching]")
+    both = [
+        f"solo.callback.{n}.{word}" for n, word in zip(("accumulation_schedule", "micro_batching"), remedy, strict=True)
+    ]
+    checked("solo=[adapters,micro_batching]", *both)
     with pytest.raises(ConflictError, match=mentions("callback.accumulation_schedule.milestones=[[0,4]]")):
         checked("solo.accumulate_grad_batches=4")
 

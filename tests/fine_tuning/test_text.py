@@ -150,8 +150,8 @@ def test_bad_rows_and_choices_are_named(make: Callable[..., TextData], model: Pa
     assert report.unused == {"url": 1}
     for cleaning, words in [
         ({"url": "remove"}, ("data.cleaning.url", "urls")),
-        ({"markup": "drop"}, ("data.cleaning.markup", "keep or remove")),
-        ({"low_quality": "remove"}, ("data.cleaning.low_quality", "keep or drop")),
+        ({"markup": "drop"}, ("data.cleaning.markup", "'keep' or 'remove'")),
+        ({"low_quality": "remove"}, ("data.cleaning.low_quality", "'keep' or 'drop'")),
     ]:
         with pytest.raises(PresetError, match=mentions(*words)):
             TextData("texts", str(model), cleaning=cleaning)

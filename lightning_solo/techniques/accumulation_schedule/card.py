@@ -94,8 +94,9 @@ CARD = Card(
     instead={
         "accumulation_factor": "callback.accumulation_schedule.milestones=[[0,{factor}]], a milestone with the factor,"
         " and drop accumulate_grad_batches",
-        "micro_batch_weights": "callback.accumulation_schedule.weight_by=batches, by other than noise_scale; the"
-        " technique that divides batches weighs all of a step by its own weight_by",
+        "micro_batch_weights": "callback.accumulation_schedule.weight_by=batches"
+        " callback.micro_batching.weight_by=shifted_tokens (not with by=noise_scale), so that micro_batching weighs all"
+        " tokens of a step",
     },
     first_factor=first_factor,
     rung=Rung("accumulation", order=30),
