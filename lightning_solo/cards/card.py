@@ -25,6 +25,7 @@ RESOURCES = {
     "loss": "the loss that backward starts from",
     "micro_batches": "the parts in which a batch runs through forward and backward",
     "micro_batch_weights": "the weight of each micro-batch in its optimizer step",
+    "optimizer": "the choice of the optimizer",
     "optimizer_states": "the optimizer's states",
     "products": "the products of linear layers, and the form of the weights in them",
     "repeated_backward": "running a failed forward and backward again",

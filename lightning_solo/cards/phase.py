@@ -24,9 +24,11 @@ class Phase(IntEnum):
     """Changes the tensors that are kept for backward."""
     COMPILE = 6
     """Compiles the result of the earlier phases."""
-    STATES = 7
-    """Replaces optimizers, or moves their states."""
-    STEP = 8
+    OPTIMIZER = 7
+    """Replaces the optimizer; later phases see its replacement."""
+    STATES = 8
+    """Stores optimizer states otherwise, or moves them."""
+    STEP = 9
     """Changes when gradients are summed, used and freed."""
-    OBSERVE = 9
+    OBSERVE = 10
     """Only observes."""

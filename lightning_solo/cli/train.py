@@ -120,7 +120,7 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
     if safe:
         print("fault_tolerance=false leaves these techniques out")
     callbacks = [*watch, *plan_checks, *(load_class(built_in_cards()[name])() for name in safe)]
-    callbacks += [*checkpoint_callbacks(cfg, checked, run_folder), data_report(folder)]
+    callbacks += [*averaging(checked), *checkpoint_callbacks(cfg, checked, run_folder), data_report(folder)]
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks)
     import lightning as L
     from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -161,6 +161,15 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
         raise SystemExit(TERMINATED if terminated or exit_.code == TERMINATED else INTERRUPTED) from None
     print_summary(trainer, data, folder, time.monotonic() - started)
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
+
+
+def averaging(checked: CheckedConfig) -> list[Any]:
+    """Return the callback that validates and saves the average of an optimizer that has one."""
+    if checked.optimizer.get("name") != "schedule_free_adamw":
+        return []
+    from lightning_solo.seams.averaged_weights import AveragedWeights
+
+    return [AveragedWeights()]
 
 
 def fault_tolerance() -> list[str]:

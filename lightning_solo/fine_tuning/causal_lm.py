@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from lightning_solo.data.loss_weights import IGNORED
@@ -25,8 +24,9 @@ from lightning_solo.fine_tuning.loading import config_of, folder_of, load, witho
 from lightning_solo.fine_tuning.samples import Samples
 from lightning_solo.nn.adapter_weights import RECORD
 from lightning_solo.nn.embedding_rows import add_rows, names_of_tables
+from lightning_solo.nn.parameter_groups import parameter_groups
 from lightning_solo.nn.quantized import FORMATS, QuantizedWeight
-from lightning_solo.optim.schedules import continued_rates, warmup_cosine
+from lightning_solo.optim.schedules import continued_rates, scheduled
 
 
 class FromFolder(L.LightningModule):
@@ -155,26 +155,20 @@ class FromFolder(L.LightningModule):
         Raises:
             PresetError: all weights are frozen, or adapters freeze a part that the folder lacks.
         """
-        trained = [p for p in self.parameters() if p.requires_grad]
-        if not trained:
+        if not any(p.requires_grad for p in self.parameters()):
             raise PresetError(
                 f"the weights of {self.path} are frozen, so nothing is trained; write solo=qlora, or another preset"
                 " with adapters"
             )
         self._check_new_parts()
-        groups: list[dict[str, Any]] = [
-            {"params": [p for p in trained if p.dim() >= 2]},
-            {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        optimizer = self.optimizer([group for group in groups if group["params"]])
+        optimizer = self.optimizer(parameter_groups(self, self.optimizer))
         steps = self.trainer.estimated_stepping_batches
         if steps <= self.warmup_steps:
             rank_zero_warn(
                 f"model.warmup_steps={self.warmup_steps}: the run has {steps:.0f} steps, so the learning rate never"
                 f" reaches its peak; write model.warmup_steps={round(steps) // 10}"
             )
-        factor = partial(warmup_cosine, warmup_steps=self.warmup_steps, total_steps=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+        return scheduled(optimizer, warmup_steps=self.warmup_steps, total_steps=steps)
 
     def _check_new_parts(self) -> None:
         """Refuse to freeze parts that the folder lacks: they would stay random, and be in no checkpoint."""

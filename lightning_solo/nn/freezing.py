@@ -1,23 +1,14 @@
-"""Freeze a module's parts by depth or by name, and give each depth its learning rate."""
+"""Freeze a module's parts by depth or by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim import Optimizer
 
 from lightning_solo.errors import NothingToDoError, listed, nearest
-
-RATES = ("lr", "initial_lr", "max_lr", "min_lr", "base_lr")
-"""Options of an optimizer's group that are learning rates, its own and those that schedulers put there."""
-LISTS = ("base_lrs", "_last_lr", "max_lrs")
-"""Lists of learning rates that schedulers hold, one for each group."""
-OTHER_LISTS = ("lr_lambdas", "min_lrs", "base_momentums", "max_momentums")
-"""Other lists of schedulers with an entry for each group."""
 
 
 class Depths:
@@ -96,34 +87,3 @@ def _parents(name: str) -> list[str]:
 def matches_end(name: str, pattern: str) -> bool:
     """Return whether a pattern matches a qualified name, or its end after a dot."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
-
-
-def split_groups(optimizer: Optimizer, schedulers: Sequence[Any], factor: Callable[[Tensor], float]) -> None:
-    """Split an optimizer's groups so that each parameter's learning rate is multiplied by its factor.
-
-    Schedulers of the optimizer, also those inside others, get the new groups.
-    """
-    groups: list[dict[str, Any]] = []
-    origins: list[tuple[int, float]] = []
-    for number, group in enumerate(optimizer.param_groups):
-        by_factor: dict[float, list[Tensor]] = {}
-        for p in group["params"]:
-            by_factor.setdefault(factor(p), []).append(p)
-        for each, parameters in by_factor.items():
-            rates = {key: group[key] * each for key in RATES if key in group}
-            groups.append({**group, **rates, "params": parameters})
-            origins.append((number, each))
-    count = len(optimizer.param_groups)
-    optimizer.param_groups[:] = groups
-    for scheduler in _every(schedulers):
-        if getattr(scheduler, "optimizer", None) is optimizer:
-            for name in (*LISTS, *OTHER_LISTS):
-                values, scales = vars(scheduler).get(name), name in LISTS
-                if isinstance(values, list) and len(values) == count:
-                    setattr(scheduler, name, [values[old] * each if scales else values[old] for old, each in origins])
-
-
-def _every(schedulers: Iterable[Any]) -> Iterable[Any]:
-    for scheduler in schedulers:
-        yield scheduler
-        yield from _every(getattr(scheduler, "_schedulers", ()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import wraps
 from typing import Any
@@ -53,6 +53,24 @@ def saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Te
     if len(keys) != len(parameters):
         raise CheckpointError(f"states of {len(keys)} parameters; this optimizer has {len(parameters)}")
     return {p: state_dict["state"].get(key, {}) for key, p in zip(keys, parameters, strict=True)}
+
+
+def require_states(
+    optimizer: Optimizer, state_dict: Mapping[str, Any], names: Iterable[str], of: Iterable[Tensor] | None = None
+) -> None:
+    """Check that the saved states of an optimizer's parameters, or of some, have these names.
+
+    Raises:
+        CheckpointError: they are of another optimizer, or of another number of parameters.
+    """
+    states = saved_states(optimizer, state_dict)
+    for p in states if of is None else of:
+        if states[p] and (missing := [name for name in names if name not in states[p]]):
+            raise CheckpointError(
+                f"the states of {name_in(optimizer, p)} in the file have {', '.join(sorted(states[p]))}, and no"
+                f" {', '.join(missing)}: they are not of {type(optimizer).__name__}; resume with the optimizer of the"
+                " run that saved them, or start from the weights alone: MyModule.load_from_checkpoint(path)"
+            )
 
 
 def load_groups(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The torch optimizers whose step of a parameter depends on no other parameter: SGD, AdamW, Adafactor..."""
+"""Optimizers whose step of a parameter depends on no other parameter: torch's SGD, AdamW, Adafactor..., and Lion."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError
+from lightning_solo.optim.lion import Lion
 
 
 def _of_adafactor(group: Mapping[str, Any], p: Tensor) -> int:
@@ -35,13 +36,14 @@ _STATE_NUMBERS: dict[str, Callable[[Mapping[str, Any], Tensor], int]] = {
     "Rprop": _times(2),
     "ASGD": _times(1),
     "Adafactor": _of_adafactor,
+    "Lion": _times(1),
 }
 """Name of an optimizer -> fp32 numbers that it stores for a parameter."""
 
 ONE_BY_ONE = tuple(_STATE_NUMBERS)
 """Names of these optimizers."""
-SERVED = tuple(getattr(torch.optim, name) for name in ONE_BY_ONE)
-"""Torch's own classes; a derived class may compute something else."""
+SERVED = tuple(getattr(torch.optim, name, Lion) for name in ONE_BY_ONE)
+"""Torch's own classes, and ours; a derived class may compute something else."""
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -64,9 +66,9 @@ def stepper(optimizer: Optimizer) -> Callable[[Pairs, float | None], None]:
     if step_one is not None:
         return partial(_one_by_one, step_one)
     kind = type(optimizer)
-    if hasattr(optimizer, "back_end"):  # of `back_ends`
+    if hasattr(optimizer, "back_end") or getattr(kind, "steps_alone", False):  # of `back_ends`, or ours
         return partial(step_together, optimizer)
-    if kind.__name__ not in ONE_BY_ONE or kind.__module__.split(".")[0] != "torch":
+    if kind not in SERVED:
         raise ConflictError(
             f"gradient_release with {kind.__name__}: known to step each parameter by itself are CompactAdamW and"
             f" torch's {', '.join(ONE_BY_ONE)}; write ~callback.gradient_release"

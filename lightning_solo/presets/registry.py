@@ -20,7 +20,16 @@ NAMES: dict[str, dict[str, str]] = {
         "text": "lightning_solo.fine_tuning.text:TextData",
         "labelled": "lightning_solo.fine_tuning.labelled:LabelledRows",
     },
-    "optimizer": {"adamw": "torch.optim.adamw:AdamW", "sgd": "torch.optim.sgd:SGD"},
+    "optimizer": {
+        "adamw": "torch.optim.adamw:AdamW",
+        "sgd": "torch.optim.sgd:SGD",
+        "adafactor": "torch.optim._adafactor:Adafactor",
+        "lion": "lightning_solo.optim.lion:Lion",
+        "muon": "lightning_solo.optim.muon:MuonAdamW",
+        "adamw_8bit": "lightning_solo.optim.low_bit_adamw:AdamW8bit",
+        "adamw_4bit": "lightning_solo.optim.low_bit_adamw:AdamW4bit",
+        "schedule_free_adamw": "lightning_solo.optim.schedule_free:ScheduleFreeAdamW",
+    },
 }
 """Kind -> name -> class, for models, data and optimizers."""
 

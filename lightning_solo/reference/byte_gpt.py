@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
-from lightning_solo.optim.schedules import warmup_cosine
+from lightning_solo.nn.parameter_groups import parameter_groups
+from lightning_solo.optim.schedules import scheduled
 
 BYTES = 256
 
@@ -159,13 +159,8 @@ class ByteGPT(L.LightningModule):
         return cast(Tensor, self(batch[:, :-1]).argmax(-1))
 
     def configure_optimizers(self) -> Any:
-        matrices = [p for p in self.parameters() if p.requires_grad and p.dim() >= 2]
-        vectors = [p for p in self.parameters() if p.requires_grad and p.dim() < 2]
-        optimizer: Optimizer = self.optimizer([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
-        factor = partial(
-            warmup_cosine, warmup_steps=self.warmup_steps, total_steps=self.trainer.estimated_stepping_batches
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+        optimizer = self.optimizer(parameter_groups(self, self.optimizer))
+        return scheduled(optimizer, warmup_steps=self.warmup_steps, total_steps=self.trainer.estimated_stepping_batches)
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, seed: int = 0) -> bytes:

@@ -26,7 +26,7 @@ from lightning_solo.optim.kernels import Control
 from lightning_solo.optim.operator_kernels import OperatorKernels
 from lightning_solo.optim.split_weights import split_parameters
 from lightning_solo.optim.staging import Staging
-from lightning_solo.optim.torch_optimizers import ONE_BY_ONE
+from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED
 from tests.messages import mentions
 
 
@@ -198,7 +198,7 @@ OTHERS = sorted(set(ONE_BY_ONE) - {"Adam", "AdamW"})
 def test_other_optimizers_of_torch(name: str, windows: list[int]):
     graph = Graph([3, 5, 5, 2], windows=windows, max_norm=None if windows == [1, 1, 1] else 0.1)
     plain, ours = graph.net(), graph.net()
-    kind = getattr(torch.optim, name)
+    kind: Any = dict(zip(ONE_BY_ONE, SERVED, strict=True))[name]
     kwargs = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
     theirs, optimizer = kind(plain.parameters(), **kwargs), kind(ours.parameters(), **kwargs)
     with graph.release(optimizer) as release:

@@ -33,7 +33,9 @@ RULES: dict[str, dict[str, Any]] = {
     "Rprop": {"lr": 0.01},
     "ASGD": {"lr": 0.1, "t0": 3.0},
     "Adafactor": {"lr": 0.05},
+    "Lion": {"lr": 0.01, "weight_decay": 0.1},
 }
+KINDS = dict(zip(ONE_BY_ONE, SERVED, strict=True))
 every_rule = pytest.mark.parametrize("rule", RULES)
 
 
@@ -49,7 +51,7 @@ def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def made(rule: str, module: nn.Module, **kwargs: Any) -> torch.optim.Optimizer:
     first, *others = module.parameters()
     groups = [{"params": [first], "lr": RULES[rule]["lr"] / 2}, {"params": others}]
-    kind: Any = getattr(torch.optim, rule.split()[0])
+    kind: Any = KINDS[rule.split()[0]]
     return kind(groups, **{**RULES[rule], **kwargs})
 
 
@@ -255,7 +257,7 @@ def test_bytes_per_parameter_of_large_ones() -> None:
     each = {}
     for rule in RULES:
         p = nn.Parameter(torch.empty(512, 512, dtype=torch.bfloat16, device="meta"))
-        kind: Any = getattr(torch.optim, rule.split()[0])
+        kind: Any = KINDS[rule.split()[0]]
         each[rule] = round(MasterWeights(kind([p], **RULES[rule]), corrections={}).bytes_per_parameter, 2)
     assert each == {
         "SGD": 2 + 1,
@@ -271,6 +273,7 @@ def test_bytes_per_parameter_of_large_ones() -> None:
         "Rprop": 2 + 1 + 8,
         "ASGD": 2 + 1 + 4,
         "Adafactor": 3.02,  # 2 + 1 + 4 * 2 / 512
+        "Lion": 2 + 1 + 4,
     }
 
 

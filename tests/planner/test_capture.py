@@ -16,7 +16,11 @@ from lightning_solo.memory import host_slabs
 from lightning_solo.memory.ledger import storages_of
 from lightning_solo.optim import compressed_moments
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
-from lightning_solo.optim.torch_optimizers import ONE_BY_ONE
+from lightning_solo.optim.lion import Lion
+from lightning_solo.optim.low_bit_adamw import AdamW8bit
+from lightning_solo.optim.muon import MuonAdamW
+from lightning_solo.optim.schedule_free import ScheduleFreeAdamW
+from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.fake_modules import fake_mode
 from lightning_solo.planner.rules import arrange
@@ -139,7 +143,7 @@ def test_split_masters_of_other_optimizers_equal_real_ones(name: str, extra: str
 
     def with_optimizer() -> Any:
         module = make()
-        module.optimizer = getattr(torch.optim, name)
+        module.optimizer = dict(zip(ONE_BY_ONE, SERVED, strict=True))[name]
         return module
 
     arranged = arrange(compose("compact"), {})
@@ -219,6 +223,10 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "rprop-foreach": partial(O.Rprop, foreach=True),
     "asgd": O.ASGD,
     "muon": lambda parameters: O.Muon([p for p in parameters if p.dim() == 2]),
+    "muon-adamw": lambda parameters: MuonAdamW([{"params": [p], "matrices": p.dim() == 2} for p in parameters]),
+    "lion": Lion,
+    "schedule-free": ScheduleFreeAdamW,
+    "adamw-8bit": AdamW8bit,
 }
 BY_TURNS = list(zip(OPTIMIZERS, itertools.cycle(PRECISIONS), strict=False))
 

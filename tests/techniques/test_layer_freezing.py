@@ -15,7 +15,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Sequ
 
 from lightning_solo.errors import NothingToDoError, PresetError
 from lightning_solo.memory.ledger import saved_for_backward
-from lightning_solo.nn.freezing import Depths, frozen_parts, matching, split_groups
+from lightning_solo.nn.freezing import Depths, frozen_parts, matching
+from lightning_solo.optim.group_division import split_groups
 from lightning_solo.techniques.exact_resume.technique import ExactResume
 from lightning_solo.techniques.layer_freezing.technique import LayerFreezing
 from tests.messages import mentions

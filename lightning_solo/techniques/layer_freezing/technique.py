@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import NothingToDoError, PresetError, listed
 from lightning_solo.nn.blocks import counted, named_blocks
-from lightning_solo.nn.freezing import Depths, frozen_parts, matching, split_groups
+from lightning_solo.nn.freezing import Depths, frozen_parts, matching
 from lightning_solo.nn.quantized import count_parameters
+from lightning_solo.optim.group_division import split_groups
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.layer_freezing.card import CARD, Settings

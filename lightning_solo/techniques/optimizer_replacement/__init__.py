@@ -1,0 +1,1 @@
+"""Optimizer replacement: another optimizer, decay groups and schedule for any module."""
