@@ -585,18 +585,10 @@ def padding_table(result: dict[str, Any]) -> str:
 
 
 def optimizers_table(result: dict[str, Any]) -> str:
-    """Return the bytes of each optimizer's states, and the loss of a short run where it was measured."""
+    """Return the bytes of each optimizer's states."""
     headers = ["`optimizer`", "bytes per parameter of a matrix", "of the whole model"]
     rows = [[f"`{row['name']}`", f"{row['matrix']:.2f}", f"{row['all']:.2f}"] for row in result["rows"]]
-    explained = "States in fp32 weights of a byte GPT with 10.8 million parameters, after a step."
-    if result["steps"]:
-        headers += [f"loss after {result['steps']} steps", "learning rate"]
-        for cells, row in zip(rows, result["rows"], strict=True):
-            cells += [f"{row['loss']:.3f}", f"{row['lr']:.2g}"]
-        explained += (
-            " Loss of one with 0.84 million on held-out text, in nats per byte, one seed, at the best of three learning"
-            " rates; so short a run ranks no optimizers."
-        )
+    explained = "States of a byte GPT with 10.8 million parameters, in fp32, after a step."
     return table(headers, rows) + note(result, result["command"], explained)
 
 

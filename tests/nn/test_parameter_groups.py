@@ -58,4 +58,4 @@ def test_module_without_blocks_is_refused() -> None:
     with pytest.raises(NothingToDoError, match=mentions("here.blocks")):
         hidden_matrices(nn.Sequential(nn.Linear(2, 2)), option="here.blocks")
     with pytest.raises(NothingToDoError, match=mentions("here.blocks", "matrices")):
-        hidden_matrices(nn.Sequential(nn.LayerNorm(2), nn.LayerNorm(2)), option="here.blocks")
+        hidden_matrices(nn.Sequential(nn.LayerNorm(2)), ["LayerNorm"], "here.blocks")
