@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import MeanMetric
 
 from lightning_solo.data.loss_weights import IGNORED

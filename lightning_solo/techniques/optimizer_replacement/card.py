@@ -105,6 +105,10 @@ def _precision(settings: Settings, configuration: Configuration) -> str | None:
     return None
 
 
+def _owned(settings: Settings) -> frozenset[str]:
+    return frozenset({"optimizer"} | ({"averaged_weights"} if settings.optimizer == "schedule_free_adamw" else set()))
+
+
 def footprint(settings: Settings, request: Request, before: Footprint) -> Footprint:
     """Return the bytes with the states of the optimizer, as if all parameters were large matrices."""
     if settings.optimizer is None:
@@ -127,7 +131,7 @@ CARD = Card(
     " `adamw_4bit` and `schedule_free_adamw` with `compact_states`",
     reference="Chen et al. 2023 (Lion), arXiv 2302.06675; Liu et al. 2025 (Muon), arXiv 2502.16982; Defazio et al. 2024"
     " (schedule-free), arXiv 2405.15682; Hägele et al. 2024 (wsd), arXiv 2405.18392",
-    owns=frozenset({"optimizer"}),
+    owns=_owned,
     rules=(_states, _precision),
     caveat=lambda settings: "trains by another optimizer or schedule than the module's",
     on_cpu={"optimizer": "lion", "lr": 1e-3, "weight_decay": 0.1, "schedule": "constant", "warmup_steps": 2},
