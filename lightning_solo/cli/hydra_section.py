@@ -21,6 +21,8 @@ CALLED = ("launcher", "sweeper", "job_logging", "hydra_logging", "callbacks")
 ENVIRONS = ("launcher", "sweeper")
 """Sections among them whose values may be variables of the environment."""
 ENVIRONMENT = re.compile(r"\$\{oc\.env:[^{}]*\}")
+CHECKED = ("${hydra.sweep.dir}", "${hydra.job.name}")
+"""Values that are checked below, of which launchers of clusters make the names of their folders and jobs."""
 
 
 def check_hydra(cfg: DictConfig) -> None:
@@ -41,6 +43,8 @@ def check_hydra(cfg: DictConfig) -> None:
             raise PresetError(f"{path}._target_={target!r}: only Hydra's own launchers and sweepers, and its plugins'")
     for path, text in leaves(hydra, "hydra"):
         section, value = path.split(".")[1], str(text)
+        for name in CHECKED:
+            value = value.replace(name, "")
         harmless = value.startswith(LOG_FOLDER) or (section in ENVIRONS and ENVIRONMENT.fullmatch(value))
         if section in CALLED and "${" in value and not harmless:
             raise PresetError(f"{path}={text!r}: could lead to any object; write the value itself")

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from lightning_solo.cli.command_line import check_command_line
 from tests.cli.test_train import QUICK, steps_of, train
 
 pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="pip install hydra-submitit-launcher")
+
+
+@pytest.mark.parametrize("launcher", ["submitit_local", "submitit_slurm"])
+def test_folders_of_its_launchers_are_allowed(launcher: str) -> None:
+    check_command_line(["-m", f"hydra/launcher={launcher}", "seed=1,2"])
 
 
 @pytest.mark.long
