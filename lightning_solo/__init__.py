@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_solo.export.adapter_files import load_adapters as load_adapters
     from lightning_solo.export.adapter_files import merge_adapters as merge_adapters
     from lightning_solo.export.pretrained import export_pretrained as export_pretrained
+    from lightning_solo.export.quantized import export_quantized as export_quantized
     from lightning_solo.export.soft_labels import write_soft_labels as write_soft_labels
     from lightning_solo.export.weights import export_weights as export_weights
     from lightning_solo.lightning_cli import SoloCLI as SoloCLI
@@ -59,6 +60,7 @@ _HOME = {
     "remove_adapters": "lightning_solo.nn.adapter_merging",
     "use_adapter": "lightning_solo.nn.adaptation",
     "export_pretrained": "lightning_solo.export.pretrained",
+    "export_quantized": "lightning_solo.export.quantized",
     "export_weights": "lightning_solo.export.weights",
     "latest_checkpoint": "lightning_solo.checkpoint.manifest",
     "load_quantized": "lightning_solo.nn.quantized_loading",

@@ -87,7 +87,7 @@ def export_pretrained(
     for option, (value, allowed) in choices.items():
         if value not in allowed and (option, value) != ("dtype", None):
             raise PresetError(f"{option}={value!r}{nearest(str(value), allowed)}write {' or '.join(allowed)}")
-    folder = _new_folder(source, output, format, overwrite=overwrite)
+    folder = new_folder(source, output, format, overwrite=overwrite)
     programs = find_llama_cpp(None if llama_cpp is None else Path(llama_cpp), quantize) if format == "gguf" else None
     _refuse_inside(folder, [base_folder, tokenizer, *([] if isinstance(source, nn.Module) else [source])])
     trained = trained_model(
@@ -101,7 +101,7 @@ def export_pretrained(
     _refuse_inside(folder, [trained.folder])
     if tokenizer is not None:
         trained.words = Words(Path(tokenizer))
-    with _written(folder) as new:
+    with written_folder(folder) as new:
         if format == "adapter":
             has_own_words = trained.words.new_tokens or trained.words.chat_template or tokenizer is not None
             lines = write_adapter(trained, new, None if dtype is None else TYPES[dtype])
@@ -133,7 +133,7 @@ def write_model(trained: TrainedModel, folder: Path, dtype: str | None, base: st
     for p in model.parameters():
         if p.is_floating_point():
             p.data = p.data.to(trained.dtype or p.dtype if dtype is None else TYPES[dtype])
-    _require_space(folder, sum(p.nbytes for p in model.parameters()))
+    require_space(folder, sum(p.nbytes for p in model.parameters()))
     with quiet():
         _save(model, folder, shard_size)
     lines += write_tokenizer(trained.words, folder)
@@ -223,7 +223,7 @@ def _compared_by_peft(trained: TrainedModel, folder: Path) -> list[str]:
 # --- folders ---
 
 
-def _new_folder(source: Any, output: str | Path | None, format: str, *, overwrite: bool) -> Path:
+def new_folder(source: Any, output: str | Path | None, format: str, *, overwrite: bool) -> Path:
     if output is None:
         if isinstance(source, nn.Module):
             raise PresetError("output: write the folder for the export, as export_pretrained(module, 'folder')")
@@ -248,7 +248,7 @@ def _refuse_inside(folder: Path, kept: list[Any]) -> None:
 
 
 @contextmanager
-def _written(folder: Path) -> Iterator[Path]:
+def written_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes ``folder`` at a clean end.
 
     Raises:
@@ -270,7 +270,7 @@ def _written(folder: Path) -> Iterator[Path]:
         raise CheckpointError(f"{folder} can't be written: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _require_space(folder: Path, needed: int) -> None:
+def require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise BudgetError(

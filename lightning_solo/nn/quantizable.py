@@ -62,7 +62,7 @@ def chosen_weights(
         ConflictError: a pattern matches a weight that is trained.
     """
     choice, trained = Choice(), dict[str, int]()
-    apart = _kept_parameters(module)
+    apart = kept_parameters(module)
     matched: set[str] = set()
     for name, part in plain_modules(module):
         for parameter_name, p in part._parameters.items():
@@ -70,7 +70,7 @@ def chosen_weights(
                 continue
             full = f"{name}.{parameter_name}" if name else parameter_name
             hits = [each for each in patterns or () if fnmatchcase(name, each) or fnmatchcase(full, each)]
-            reason = apart.get(id(p)) or _unsuitable(part, parameter_name, p, embeddings)
+            reason = apart.get(id(p)) or unsuitable(part, parameter_name, p, embeddings)
             if reason is None:
                 matched.update(hits)
             if p.requires_grad:
@@ -119,7 +119,7 @@ def _nothing(module: nn.Module, trained: dict[str, int], choice: Choice) -> str:
     )
 
 
-def _kept_parameters(module: nn.Module) -> dict[int, str]:
+def kept_parameters(module: nn.Module) -> dict[int, str]:
     """Return id of parameter -> why it is left: weights of output heads, and those tied to embeddings."""
     kept: dict[int, str] = {}
     heads: list[nn.Module] = []
@@ -140,7 +140,7 @@ def _kept_parameters(module: nn.Module) -> dict[int, str]:
     return {**dict.fromkeys(linear & tables, "tied to an embedding"), **kept}
 
 
-def _unsuitable(part: nn.Module, name: str, p: nn.Parameter, embeddings: bool) -> str | None:
+def unsuitable(part: nn.Module, name: str, p: nn.Parameter, embeddings: bool) -> str | None:
     """Return why a parameter can't be quantized, or None."""
     if p.dtype not in (*FLOATS, torch.float64):
         return f"its type is {p.dtype}"

@@ -1,0 +1,96 @@
+"""Quantization-aware training: linear layers compute with weights of few bits, which are trained in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_solo.errors import PresetError, listed
+from lightning_solo.nn.blocks import counted
+from lightning_solo.nn.fake_quantization import RECORD, Rounding, chosen_layers, round_weights
+from lightning_solo.nn.forwards import restore_forwards
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Checkpoint, Technique
+from lightning_solo.techniques.quantization.card import CARD, Settings
+
+OPTION = "callback.quantization"
+
+
+class Quantization(Technique, Settings):
+    """Rounds the weights of linear layers in each forward of a fit, so that the model learns to work with few bits.
+
+    Parameters, keys, tied weights and optimizers stay as they are. Validation during the fit computes with rounded
+    weights too. After the fit the module has its full weights and computes with them; `solo.export_quantized` and
+    ``lightning-solo export --format quantized`` round them to the same numbers.
+
+    Raises:
+        PresetError: an argument is ill-formed.
+    """
+
+    phase = CARD.phase
+
+    def _init_state(self) -> None:
+        self._layers: dict[str, nn.Module] = {}
+        self._rounding = Rounding(self.bits, self.group_size, self.activations, active=False)
+
+    @property
+    def quantized_layers(self) -> tuple[str, ...]:
+        """Qualified names of the layers that compute with rounded weights now; empty outside a fit."""
+        return tuple(self._layers) if self._rounding.active else ()
+
+    def transform(self, ctx: Run) -> None:
+        """Make the layers round their weights.
+
+        Raises:
+            NothingToDoError: there is no such layer, or a pattern matches none.
+            PresetError: the size of a group doesn't divide a layer's inputs.
+            ConflictError: a weight can't be rounded.
+        """
+        if not ctx.training:
+            return
+        choice = chosen_layers(ctx.module, self._rounding, self.layers, OPTION)
+        self._layers.update(choice.layers)
+        self._rounding.active = self.start_step == 0
+        ctx.undo.callback(setattr, self._rounding, "active", False)
+        ctx.undo.callback(self._layers.clear)
+        ctx.undo.callback(restore_forwards, choice.layers.values(), Rounding)
+        round_weights(choice.layers.values(), self._rounding)
+        scale = f"groups of {self.group_size}" if self.group_size else "rows"
+        left = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
+        ctx.info(
+            f"quantization: {counted(choice.layers.values())} compute with weights of {self.bits} bits, by {scale}"
+            f"{f', from step {self.start_step} on' if self.start_step else ''}; {choice.left_share:.0%} of the numbers"
+            f" stay as they are{f': {left}' if left else ''}"
+        )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        steps = trainer.estimated_stepping_batches
+        if self._layers and self.start_step >= steps > 0:
+            raise PresetError(
+                f"{OPTION}.start_step={self.start_step}: the run has {steps} optimizer steps, and would end before"
+                f" weights are rounded; write {OPTION}.start_step={int(steps) // 2} or less, or train longer"
+            )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Round from the first step on that is to be trained so."""
+        if self._layers:
+            self._rounding.active = trainer.global_step // max(1, len(trainer.optimizers)) >= self.start_step
+
+    def checkpoint(self, ctx: Run) -> Checkpoint:
+        """Return how the checkpoint names the rounded layers, for exports."""
+        return _Rounded(self._rounding, self._layers)
+
+
+class _Rounded(Checkpoint):
+    """Adds what an export needs to round as the run did; before `start_step` nothing."""
+
+    def __init__(self, rounding: Rounding, layers: Mapping[str, nn.Module]) -> None:
+        self._rounding, self._layers = rounding, layers
+
+    def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the checkpoint with bits, group size, activations and the names of the layers."""
+        if not self._rounding.active:
+            return checkpoint
+        return {**checkpoint, RECORD: {**self._rounding.as_record(), "layers": list(self._layers)}}
