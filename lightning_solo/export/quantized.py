@@ -34,8 +34,9 @@ def export_quantized(
     """Write a module with weights of few bits as a folder; return lines about it. The module stays as it is.
 
     The folder has ``model.safetensors``, ``config.json`` and ``load.py``, which needs torch and safetensors alone:
-    ``load(MyModule(), "folder")`` returns the module with quantized layers. A module that `Quantization` trained gives
-    the numbers that it was trained with, if the arguments are the same; of any other it is quantization after training.
+    ``load(MyModule(), "folder")`` returns the module with quantized layers. A module that was trained with
+    fake quantization gives the numbers that it was trained with, if the arguments are the same; of any other it is
+    quantization after training.
 
     Args:
         module: a LightningModule during or after its fit, or any other module.

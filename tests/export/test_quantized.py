@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-import lightning_solo as solo
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
+from lightning_solo.export.quantized import export_quantized
 from lightning_solo.nn.fake_quantization import Rounding, chosen_layers, levels_and_scales, round_weights
 from lightning_solo.nn.packed_weights import PackedLinear, load, pack, unpack
 from tests.messages import mentions
@@ -101,7 +101,7 @@ def test_packed_integers_are_unpacked_again(bits: int, shape: tuple[int, int]) -
     [(4, 32, 0.5 + 2 / 32), (3, 32, 3 / 8 + 2 / 32), (2, 32, 2 / 8 + 2 / 32), (8, 0, 1 + (96 + 32) * 2 / 6144)],
 )
 def test_a_weight_takes_so_many_bytes(model: Any, tmp_path: Path, bits: int, group_size: int, expected: float) -> None:
-    solo.export_quantized(model, tmp_path / "few", bits, group_size)
+    export_quantized(model, tmp_path / "few", bits, group_size)
     stored = load_file(tmp_path / "few" / "model.safetensors")
     numbers = sum(stored[f"{layer}.{key}"].nbytes for layer in ("up", "down") for key in ("codes", "scales"))
     assert numbers / (2 * 32 * 96) == expected
@@ -135,7 +135,7 @@ def test_it_loads_without_this_package_and_computes_the_same(
 ) -> None:
     folder, outputs = tmp_path / "few", tmp_path / "outputs.pt"
     before = model(IDS)
-    solo.export_quantized(model, folder, bits, group_size, activations, layers)
+    export_quantized(model, folder, bits, group_size, activations, layers)
     assert torch.equal(model(IDS), before)  # it stays as it is
     code = LOADS.format(folder=str(folder), models=str(models), outputs=str(outputs))
     subprocess.run([sys.executable, "-I", "-c", code], check=True, cwd=tmp_path)
@@ -145,7 +145,7 @@ def test_it_loads_without_this_package_and_computes_the_same(
 
 
 def test_a_tied_head_has_the_codes_of_its_embedding(model: Any, tmp_path: Path) -> None:
-    solo.export_quantized(model, tmp_path / "few", layers=["head"])
+    export_quantized(model, tmp_path / "few", layers=["head"])
     stored = load_file(tmp_path / "few" / "model.safetensors")
     assert {name for name in stored if "codes" in name} == {"head.codes"}
     loaded = load(type(model)(), tmp_path / "few")
@@ -159,7 +159,7 @@ def test_a_tied_head_has_the_codes_of_its_embedding(model: Any, tmp_path: Path) 
 def test_transposed_layers_of_transformers_load(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, rounding, ids = small_model("GPT2").eval(), Rounding(4, 8), torch.arange(3, 20)[None]
-    solo.export_quantized(model, tmp_path / "few", 4, 8)
+    export_quantized(model, tmp_path / "few", 4, 8)
     loaded = load(small_model("GPT2"), tmp_path / "few")
     assert isinstance(loaded.transformer.h[0].mlp.c_fc, PackedLinear)
     round_weights(chosen_layers(model, rounding).layers.values(), rounding)
@@ -182,16 +182,16 @@ def test_int8_inputs_are_multiplied_in_integers() -> None:
 
 def test_what_cannot_be_exported_is_refused(model: Any, tmp_path: Path) -> None:
     with pytest.raises(PresetError, match=mentions("bits=1", "bits=2 to 8")):
-        solo.export_quantized(model, tmp_path / "few", 1)
+        export_quantized(model, tmp_path / "few", 1)
     with pytest.raises(PresetError, match=mentions("group_size=64", "up (32)", "group_size=32")):
-        solo.export_quantized(model, tmp_path / "few", 4, 64)
-    solo.export_quantized(model, tmp_path / "few")
+        export_quantized(model, tmp_path / "few", 4, 64)
+    export_quantized(model, tmp_path / "few")
     with pytest.raises(CheckpointError, match="overwrite=True"):
-        solo.export_quantized(model, tmp_path / "few")
+        export_quantized(model, tmp_path / "few")
     before = json.loads((tmp_path / "few" / "config.json").read_text(encoding="utf-8"))
     model.down.weight.data[0] = torch.inf
     with pytest.raises(ConflictError, match=mentions("down", "finite")):
-        solo.export_quantized(model, tmp_path / "few", 8, overwrite=True)
+        export_quantized(model, tmp_path / "few", 8, overwrite=True)
     assert json.loads((tmp_path / "few" / "config.json").read_text(encoding="utf-8")) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["few"]
     with pytest.raises(RuntimeError, match=r"embedding\.weight"):
