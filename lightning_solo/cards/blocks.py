@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-from lightning_solo.cards.settings import setting
+from lightning_solo.cards.settings import names_or, setting
 
 AUTO = "auto"
 """Selects the repeated blocks of a module, which are found by their structure."""
@@ -14,11 +12,5 @@ AUTO = "auto"
 
 def blocks_setting(what: str = "the repeated blocks of any model", example: str = "GPT2Block") -> Any:
     """Return a field of settings that chooses the blocks: `AUTO`, or the class names of the modules that are blocks."""
-    return setting(AUTO, f"auto: {what}; or class names, as [{example}]", check=partial(_complaint, example=example))
-
-
-def _complaint(blocks: str | Sequence[str], example: str) -> str | None:
-    names = [blocks] if isinstance(blocks, str) else blocks
-    if not names or not all(name.strip() for name in names):
-        return f"write 'auto' or class names, as [{example}]"
-    return "write 'auto' alone, or class names only" if not isinstance(blocks, str) and AUTO in blocks else None
+    check = names_or(AUTO, "class names", f"[{example}]")
+    return setting(AUTO, f"auto: {what}; or class names, as [{example}]", check=check)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_solo.cards.arguments import Check, check_arguments, parameters_of
@@ -19,6 +20,18 @@ def setting(
     return field(
         default=default, metadata={"text": text, "allowed": tuple(allowed), "at_least": at_least, "check": check}
     )
+
+
+def names_or(word: str, names: str, example: str) -> Check:
+    """Return a check of a setting that is a word, such as "auto", or a list of names."""
+    return partial(_wrong_names, word, names, example)
+
+
+def _wrong_names(word: str, names: str, example: str, value: str | Sequence[str]) -> str | None:
+    given = [value] if isinstance(value, str) else value
+    if not given or not all(name.strip() for name in given):
+        return f"write '{word}' or {names}, as {example}"
+    return f"write '{word}' alone, or {names} only" if not isinstance(value, str) and word in value else None
 
 
 @dataclass(frozen=True)

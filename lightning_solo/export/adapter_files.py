@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from lightning.pytorch.utilities import rank_zero_info
@@ -47,7 +48,7 @@ def merge_adapters(module: nn.Module) -> float:
 def load_adapters(module: nn.Module, path: str | Path, name: str | None = None) -> None:
     """Put the adapter of a checkpoint into a module that has the weights it was trained on, and activate it.
 
-    Weights that were in 4 or 8 bits while it was trained are rounded as they were then.
+    If it was trained on weights in 4 or 8 bits, the module's weights are rounded in the same way.
 
     Args:
         module: with the weights of the base.
@@ -61,14 +62,14 @@ def load_adapters(module: nn.Module, path: str | Path, name: str | None = None) 
     checkpoint = read(source, inert=True)
     if RECORD not in checkpoint:
         raise CheckpointError(f"{source} has no adapters; load its weights by module.load_state_dict")
-    config = AdapterConfig.from_record(checkpoint[RECORD]["config"])
+    config = AdapterConfig(**checkpoint[RECORD]["config"])
     weights = checkpoint["state_dict"]
     if checkpoint_masters.RECORD in checkpoint:  # weights that are split into bf16 and corrections
         with suppress(CheckpointError):  # of weights that are rounded, without corrections
             weights = export_weights(source, live=True)
     if name is not None and name != config.name:
-        old, config = config.name, config.renamed(name)
-        weights = {renamed_key(key, old, name): value for key, value in weights.items()}
+        weights = {renamed_key(key, config.name, name): value for key, value in weights.items()}
+        config = replace(config, name=name)
     if config.name in adapter_names(module):
         raise CheckpointError(
             f"the module has an adapter {config.name!r} already; write load_adapters(module, path, name='another')"

@@ -62,7 +62,7 @@ def export_pretrained(
             "gguf": the merged model, converted by the user's llama.cpp.
         dtype: "fp32", "bf16" or "fp16"; by default the types of the base's folder, and of an adapter as it was trained.
         base: to which weights an adapter is added, where training had them in 4 or 8 bits: to the "dequantized" ones,
-            as in training, or to the "original" ones of the base's folder, which give other answers.
+            as in training, or of a checkpoint to the "original" ones of the base's folder, which give other answers.
         base_folder: of the base model; by default the ``path`` of the module.
         model: qualified name of the model in the module, if there are several.
         tokenizer: folder of the tokenizer, if tokens were added; by default the base's.
@@ -95,7 +95,6 @@ def export_pretrained(
         model,
         None if base_folder is None else Path(base_folder),
         dtype,
-        base,
         unaveraged=live,
     )
     _refuse_inside(folder, [trained.folder])
@@ -127,6 +126,10 @@ def write_model(trained: TrainedModel, folder: Path, dtype: str | None, base: st
     if base == "original":
         if trained.adapter is None:
             raise ConflictError("base='original' without an adapter: the weights themselves were trained; leave it out")
+        if not trained.has_originals:
+            raise ConflictError(
+                "base='original' of a module, which has the rounded weights alone; export its checkpoint"
+            )
         trained.use_originals()
     if trained.adapter is not None:
         lines.append(merge_summary(merge(model)))

@@ -75,6 +75,7 @@ class TrainedModel:
         dtype: type of the weights in the base's folder, where ``model`` may have another; None where it hasn't.
         words: what its tokenizer is.
         notes: lines for the user.
+        has_originals: whether all weights before rounding are known.
     """
 
     model: Any
@@ -85,6 +86,7 @@ class TrainedModel:
     dtype: torch.dtype | None = None
     words: Words = field(default_factory=lambda: Words(None))
     notes: list[str] = field(default_factory=list)
+    has_originals: bool = False
 
     def use_originals(self) -> None:
         """Put the weights of the base's folder in the place of rounded ones."""
@@ -126,7 +128,6 @@ def trained_model(
     part: str | None = None,
     folder: Path | None = None,
     dtype: str | None = None,
-    base: str = "",
     *,
     unaveraged: bool = False,
 ) -> TrainedModel:
@@ -137,7 +138,6 @@ def trained_model(
         part: qualified name of the model in the module; None for its only one.
         folder: of the base; by default the module's ``path``.
         dtype: of the export, one of `DTYPES`, or None. Weights are widened to fp32 here, and never narrowed.
-        base: one of `BASES`; the originals of a module are read only for "original".
         unaveraged: whether the trained weights are taken where there is an average of them.
 
     Raises:
@@ -149,7 +149,7 @@ def trained_model(
         raise CapabilityError("folders of Hugging Face need transformers; write pip install transformers safetensors")
     widest = torch.float32 if dtype == "fp32" else None
     trained = (
-        _of_module(source, part, folder, widest, originals=base == "original", unaveraged=unaveraged)
+        _of_module(source, part, folder, widest, unaveraged=unaveraged)
         if isinstance(source, nn.Module)
         else _of_checkpoint(source, folder, widest, unaveraged=unaveraged)
     )
@@ -187,13 +187,7 @@ def find_model(module: nn.Module, name: str | None) -> tuple[str, Any]:
 
 
 def _of_module(
-    module: nn.Module,
-    part: str | None,
-    folder: Path | None,
-    widest: torch.dtype | None,
-    *,
-    originals: bool,
-    unaveraged: bool,
+    module: nn.Module, part: str | None, folder: Path | None, widest: torch.dtype | None, *, unaveraged: bool
 ) -> TrainedModel:
     name, live = find_model(module, part)
     config = _active_adapter(live)
@@ -217,8 +211,6 @@ def _of_module(
     )
     if config is None:
         return trained
-    if originals:
-        trained.originals = _originals(model, config, folder, widest)
     # PiSSA has changed the weights when it was put in, and would do so again
     trained.insert(replace(config, method="lora") if config.method == "pissa" else config, own)
     trained.adapter = config
@@ -236,20 +228,6 @@ def _weights_of(
     if widest is not None:  # not rounded to the type in which training computed
         weights |= {key: each.dequantized(widest).cpu() for key, each in quantized_weights.items()}
     return weights, {key: each.format for key, each in quantized_weights.items()}
-
-
-def _originals(
-    model: nn.Module, config: AdapterConfig, folder: Path | None, widest: torch.dtype | None
-) -> dict[str, Tensor]:
-    """Return name -> weight of the base's folder, of weights that aren't trained whole."""
-    if folder is None or config.method == "pissa":
-        why = "unknown; write base_folder=<the base's folder>" if folder is None else "split up by PiSSA"
-        raise ConflictError(
-            f"base='original': the original weights are {why}, or export the checkpoint, or write base='dequantized'"
-        )
-    whole = whole_parameters(model, config.modules_to_save)
-    base = _loaded(folder, type(model), widest, others=whole)
-    return {key: p for key, p in base_tensors(base).items() if key not in whole}
 
 
 def _is_model(path: object) -> bool:
@@ -298,7 +276,7 @@ def _of_checkpoint(source: Path, folder: Path | None, widest: torch.dtype | None
         trained = TrainedModel(model, folder=folder, dtype=model.dtype, words=words, notes=_left_out(weights, prefix))
         trained.model = _with_weights(model, own, str(path), widest)
         return trained
-    config = AdapterConfig.from_record(record["config"])
+    config = AdapterConfig(**record["config"])
     modules = {name for name, _ in model.named_modules()}
     prefix = _prefix(modules, _names(config))
     if prefix is None:
@@ -313,7 +291,7 @@ def _of_checkpoint(source: Path, folder: Path | None, widest: torch.dtype | None
     base = {key.removeprefix(prefix): each for key, each in (record["base"] or {}).items() if key.startswith(prefix)}
     base = {key: each for key, each in base.items() if key in ours}  # the module may have had other parts
     refuse_other_base({key: ours[key] for key in base}, base)
-    trained = TrainedModel(model, folder=folder, words=words, notes=notes)
+    trained = TrainedModel(model, folder=folder, words=words, notes=notes, has_originals=True)
     trained.insert(config, own)
     _round(trained, base, options.get("dtype"))
     return trained

@@ -1,7 +1,7 @@
 """Blocks of tensors in host memory, which pass through a few buffers on the device ahead of their use.
 
-Each block has its place on the device: buffer ``number % window``, always at the same address. So whatever refers to a
-tensor of the block is right again once the block is loaded, as autograd's saved tensors in backward.
+Each block has one place on the device: buffer ``number % window``, always at the same address. References to its
+tensors, such as autograd's for backward, are right again once the block is loaded.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def loaded_buffers() -> list[Tensor]:
 class BlockRing:
     """Moves the data of blocks to the host, pinned if the device is a GPU, and loads each block when it is used.
 
-    While a block is used, those that follow it are copied on a separate stream, as many as there are other buffers.
-    The order is learned: a block is followed by the one that followed it last, after the same block before it; at
-    first by its neighbour in the direction of the last two. On a CPU the same copies are made without a stream.
+    While a block is used, the next ones are copied into the other buffers on a separate stream. Their order is learned:
+    after two blocks comes the one that came after these two last time. Where these two are new, it is the neighbour in
+    their direction. On a CPU the same copies are made without a stream.
 
     Args:
         blocks: tensors of each block, dense and without gradients; their ``.data`` becomes the copy on the host.

@@ -10,7 +10,7 @@ import importlib
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ ADAPTER_TABLES = ("lora_", "ia3_", "trainable_tokens_")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What an adapter is; plain data, saved with its weights.
+    """What an adapter is; saved with its weights by `asdict`.
 
     Attributes:
         name: of the adapter.
@@ -56,21 +56,10 @@ class AdapterConfig:
     modules_to_save: tuple[str, ...] = ()
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def record(self) -> dict[str, Any]:
-        """Return it as lists and dictionaries."""
-        record = asdict(self)
-        lists = {key: list(value) for key, value in record.items() if isinstance(value, tuple)}
-        return {**record, **lists, "tokens": {name: list(rows) for name, rows in self.tokens.items()}}
-
-    def renamed(self, name: str) -> AdapterConfig:
-        """Return it with another name."""
-        return replace(self, name=name)
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> AdapterConfig:
-        """Return the configuration of a `record`."""
-        values: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in record.items()}
-        return cls(**{**values, "tokens": {name: tuple(rows) for name, rows in record["tokens"].items()}})
+    def changed(self, other: AdapterConfig) -> list[str]:
+        """Return the values of this configuration that differ from another's, as ``name=value``."""
+        ours, theirs = asdict(self), asdict(other)
+        return [f"{key}={value!r}" for key, value in ours.items() if value != theirs[key]]
 
 
 # --- where adapters are ---
@@ -82,7 +71,7 @@ def adapted_layers(module: nn.Module) -> dict[str, Any]:
     Embeddings of which rows are trained, and parts of adapted attention modules, are left out.
     """
     layers = {name: part for name, part in adapter_modules(module) if "token_adapter" not in part._modules}
-    attention = {f"{name}.out_proj" for name, part in layers.items() if is_attention(plain(part))}
+    attention = {f"{name}.out_proj" for name, part in layers.items() if isinstance(plain(part), nn.MultiheadAttention)}
     return {name: part for name, part in layers.items() if name not in attention}
 
 
@@ -96,10 +85,6 @@ def adapter_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, 
             yield path, child
             child = plain(child)
         yield from adapter_modules(child, f"{path}.")
-
-
-def is_attention(base: nn.Module) -> bool:
-    return isinstance(base, nn.MultiheadAttention)
 
 
 def adapter_names(module: nn.Module) -> list[str]:
@@ -139,7 +124,7 @@ def base_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def renamed_key(key: str, old: str, new: str) -> str:
-    """Return a key of an adapter's weight under another name of the adapter.
+    """Return the key of an adapter's weight once the adapter has another name.
 
     >>> renamed_key("net.up.lora_A.default.weight", "default", "poems")
     'net.up.lora_A.poems.weight'
@@ -174,8 +159,7 @@ def insert(module: nn.Module, config: AdapterConfig) -> None:
     for parent, key, child in child_places(module):
         places.setdefault(id(plain(child)), []).append((parent, key))
     configs = {**adapter_configs(module), config.name: config}
-    _check_rows(module, config)
-    _check_rank(module, config)
+    _check_shapes(module, config)
     root = nn.Module()  # peft leaves its configuration on the module that it gets
     root.module = module
     parts = [part for _, part in plain_modules(module)]
@@ -206,29 +190,24 @@ def child_places(module: nn.Module) -> list[tuple[nn.Module, str, nn.Module]]:
     return [(part, key, child) for part in parts for key, child in part._modules.items() if child is not None]
 
 
-def _check_rows(module: nn.Module, config: AdapterConfig) -> None:
-    modules = dict(plain_modules(module))
+def _check_shapes(module: nn.Module, config: AdapterConfig) -> None:
+    """Refuse rows that an embedding doesn't have, and a rank that PiSSA can't have."""
+    modules: dict[str, Any] = dict(plain_modules(module))
     for name, rows in config.tokens.items():
         table = modules[name]
-        is_head = isinstance(table, nn.Linear) and table.bias is None
-        if not is_head and not isinstance(table, nn.Embedding):
+        if not isinstance(table, nn.Embedding) and not (isinstance(table, nn.Linear) and table.bias is None):
             raise PresetError(
                 f"{OPTION}.trainable_token_indices: {name} is a {type(table).__name__}; allowed are torch's embeddings"
                 " and heads without a bias"
             )
-        most: int = len(table.weight)  # type: ignore[arg-type]
+        most = len(table.weight)
         if wrong := [row for row in rows if not 0 <= row < most]:
             raise NothingToDoError(
                 f"{OPTION}.trainable_token_indices={wrong[0]}: {name} has rows 0 to {most - 1}; enlarge it before the"
                 " fit"
             )
-
-
-def _check_rank(module: nn.Module, config: AdapterConfig) -> None:
-    modules = dict(plain_modules(module))
     for name in config.layers if config.method == "pissa" else ():
-        most = min(modules[name].weight.shape)  # type: ignore[arg-type]
-        if config.r > most:
+        if config.r > (most := min(modules[name].weight.shape)):
             raise PresetError(
                 f"{OPTION}.r={config.r}: {name} has {most} singular values, from which PiSSA starts; write"
                 f" {OPTION}.r={most} or less, or method=lora"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from lightning_solo.nn.adaptation import (
     adapter_names,
     adapter_parameters,
     child_places,
-    is_attention,
 )
 from lightning_solo.nn.adapted import plain
 from lightning_solo.nn.adapter_targets import OPTION
@@ -93,30 +92,27 @@ def _merge_layer(layer: Any) -> float:
     layer.eval()
     inputs = _inputs_of(base)
     before = _output(layer(*inputs))
-    parts = [(base, "in_proj_weight"), (plain(base.out_proj), "weight")] if is_attention(base) else [(base, "weight")]
+    parts = (
+        [(base, "in_proj_weight"), (plain(base.out_proj), "weight")]
+        if isinstance(base, nn.MultiheadAttention)
+        else [(base, "weight")]
+    )
     weights: list[Any] = [part._parameters[key] for part, key in parts]
     types = [p.dtype for p in weights]
     for p in weights:
         p.data = p.data.to(torch.float32, copy=True)  # peft adds in place, and others may share the numbers
-    layer.merge(adapter_names=[name for name in layer.active_adapters if name in _adapters_in(layer)])
+    own = {name for table in layer.adapter_layer_names for name in getattr(layer, table)}
+    layer.merge(adapter_names=[name for name in layer.active_adapters if name in own])
     for (part, key), p, dtype in zip(parts, weights, types, strict=True):
         merged = getattr(part, key)
         p.data = merged.data.to(dtype)
         vars(part).pop(key, None)
         part._parameters[key] = p
-    after = _output(base(*inputs) if not is_attention(base) else _plain_attention(base)(*inputs))
+    if isinstance(base, nn.MultiheadAttention):
+        base.out_proj = cast("Any", plain(base.out_proj))
+    after = _output(base(*inputs))
     layer.train(was_training)
     return float((after.float() - before.float()).abs().max() / before.float().abs().max().clamp(min=1e-30))
-
-
-def _adapters_in(layer: nn.Module) -> list[str]:
-    """Return the names of the adapters of one layer of peft."""
-    return [name for table in getattr(layer, "adapter_layer_names", ()) for name in getattr(layer, table, {})]
-
-
-def _plain_attention(base: Any) -> Any:
-    base.out_proj = plain(base.out_proj)
-    return base
 
 
 def _output(output: Any) -> Tensor:
@@ -126,7 +122,7 @@ def _output(output: Any) -> Tensor:
 
 def _weight_of(layer: nn.Module) -> Tensor:
     base: Any = plain(layer)
-    weight: Tensor = base.in_proj_weight if is_attention(base) else base.weight
+    weight: Tensor = base.in_proj_weight if isinstance(base, nn.MultiheadAttention) else base.weight
     return weight
 
 
@@ -144,7 +140,7 @@ def _inputs_of(base: Any) -> tuple[Tensor, ...]:
     if isinstance(base, nn.modules.conv._ConvNd):
         size = [(k - 1) * d + 3 for k, d in zip(base.kernel_size, base.dilation, strict=True)]
         return (normal(2, base.in_channels, *size),)
-    if is_attention(base):
+    if isinstance(base, nn.MultiheadAttention):
         return (normal(2, 4, base.embed_dim),) * 3
     return (normal(16, weight.shape[1] if isinstance(base, nn.Linear) else weight.shape[0]),)
 

@@ -62,25 +62,7 @@ def targets_of(module: nn.Module, targets: str | Sequence[str], method: str) -> 
     patterns = [targets] if isinstance(targets, str) else list(targets)
     if patterns == [ALL_LINEAR]:
         return _all_linear(module, modules, method)
-    kinds, owner, weights = KINDS[method], _attention_of(modules), owners_of_weights(modules)
-    first = {id(part): name for name, part in modules.items()}
-    every = list(plain_modules(module, remove_duplicate=False))
-    chosen: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        hits = {first[id(part)]: part for name, part in every if _matches(pattern, name, part)}
-        layers = {name: part for name, part in hits.items() if _kind(part) in kinds}
-        if not layers:
-            raise NothingToDoError(_no_match(pattern, modules, hits, method))
-        chosen |= layers
-    for name in list(chosen):
-        if (attention := owner.get(name)) is None:
-            continue
-        if attention not in chosen:
-            raise ConflictError(
-                f"{OPTION}.targets matches {name}, whose weight {attention} reads without calling it: an adapter there"
-                f" would never run; write the attention module itself: {OPTION}.targets=[{attention.split('.')[-1]}]"
-            )
-        del chosen[name]
+    chosen, weights = _matched(module, modules, patterns, method), owners_of_weights(modules)
     left_out = {name: reason for name in chosen if (reason := _unfit(name, modules, weights)) is not None}
     for name, reason in left_out.items():
         if any(_matches_name(pattern, name) for pattern in patterns):  # else by its class, as many others
@@ -97,6 +79,29 @@ def targets_of(module: nn.Module, targets: str | Sequence[str], method: str) -> 
     order = [name for name in modules if name in chosen and name not in frozen]
     left_out |= {name: FROZEN for name in modules if name in frozen}
     return Targets({name: chosen[name] for name in order}, left_out)
+
+
+def _matched(
+    module: nn.Module, modules: dict[str, nn.Module], patterns: Sequence[str], method: str
+) -> dict[str, nn.Module]:
+    """Return qualified name -> layer that a pattern matches, without projections of matched attention modules."""
+    first = {id(part): name for name, part in modules.items()}
+    every = list(plain_modules(module, remove_duplicate=False))
+    chosen: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        hits = {first[id(part)]: part for name, part in every if _matches(pattern, name, part)}
+        layers = {name: part for name, part in hits.items() if _kind(part) in KINDS[method]}
+        if not layers:
+            raise NothingToDoError(_no_match(pattern, modules, hits, method))
+        chosen |= layers
+    for name, attention in _attention_of(modules).items():
+        if name in chosen and attention not in chosen:
+            raise ConflictError(
+                f"{OPTION}.targets matches {name}, whose weight {attention} reads without calling it: an adapter there"
+                f" would never run; write the attention module itself: {OPTION}.targets=[{attention.split('.')[-1]}]"
+            )
+        chosen.pop(name, None)
+    return chosen
 
 
 def _all_linear(module: nn.Module, modules: dict[str, nn.Module], method: str) -> Targets:

@@ -124,7 +124,7 @@ def base_record(module: nn.Module, config: AdapterConfig) -> Record | None:
 
     Returns:
         Qualified name without adapters -> ``shape``; ``format``, "nf4" or "int8" if the weight is in 4 or 8 bits, else
-        None; and ``values``, some of the weight's numbers, none if it is trained or PiSSA changes it.
+        None; and ``values``, some of its numbers, or none if the weight is trained or changed by PiSSA.
     """
     tensors = base_tensors(module)
     if any(p.is_meta or isinstance(p, FakeTensor) for p in tensors.values()):

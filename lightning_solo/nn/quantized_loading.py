@@ -1,14 +1,14 @@
 """Load a folder of safetensors into a module with quantized weights, without a peak of memory.
 
-The module is built without numbers. Each weight is then quantized from its mapped file, in parts, and written to a file
-of its own, which is mapped in the end: the host's memory holds one part at a time. The next start finds that file.
+The module is built without numbers. Each weight is then quantized from its mapped file, and written to a file of its
+own, which is mapped: the host's memory holds one weight at a time. The next start finds these files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,20 +19,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_solo.atomic_files import read_json, whole_file, write_json
+from lightning_solo.atomic_files import whole_file
 from lightning_solo.attributes import replaced
-from lightning_solo.checkpoint.writing import digest
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError, listed
 from lightning_solo.machine import is_installed, user_cache
 from lightning_solo.nn.quantizable import chosen_weights
-from lightning_solo.nn.quantized import FLOATS, FORMATS, QuantizedWeight, layout, quantize, quantized
-from lightning_solo.units import format_bytes
+from lightning_solo.nn.quantized import FLOATS, FORMATS, QuantizedWeight, quantize, quantized
 
-LAYOUT = 1
+LAYOUT = b"2"
 """Number of the cache's layout; a change makes new files."""
+SAMPLE = 2**20
+"""Bytes at either end of a file that the name of its cache covers."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32"}
-Buffer = tuple[torch.dtype, tuple[int, ...]]
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
@@ -66,8 +64,8 @@ def load_quantized(
         format: "nf4" or "int8".
         embeddings: "unchanged" or "int8".
         layers: patterns of names of the weights to quantize; None for all but output heads.
-        cache: folder of the quantized weights, by default ``lightning_solo/quantized`` in the user's cache folder. A
-            file there is named by the contents of the weights' files and these settings.
+        cache: folder of the quantized weights, by default ``lightning_solo/quantized`` in the user's cache folder. They
+            are quantized anew if the model's files have changed.
 
     Raises:
         CheckpointError: a file is missing or damaged, or its tensors aren't those of the module.
@@ -89,24 +87,20 @@ def load_quantized(
         tensors = _with_experts(module, tensors)
         stored = _matched(module, tensors, folder)
         choice = chosen_weights(module, layers, embeddings=embeddings == "int8")
-        chosen = choice.parameters()
-        sources = {name: stored[id(p)] for name, p in chosen.items()}
-        tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-        formats = {name: "int8" if id(p) in tables else format for name, p in chosen.items()}
-        path = _cache_file(folder, files, formats, default_cache() if cache is None else Path(cache))
-        weights = _cached(path, sources, formats, tensors)
-        _assign(module, tensors, stored, {id(p) for p in chosen.values()})
-        for name, (part, parameters) in choice.modules.items():
-            quantize(part, {each: weights[f"{name}.{each}" if name else each] for each in parameters})
+        _assign(module, tensors, stored, {id(p) for p in choice.parameters().values()})
+        folder = (_default_cache() if cache is None else Path(cache)) / _cache_folder(folder, files)
+        weights: dict[str, QuantizedWeight] = {}  # tied weights stay tied
+        for part, names in choice.modules.values():
+            sources = {name: stored[id(part._parameters[name])] for name in names}
+            for source in sources.values():
+                if source not in weights:
+                    form = "int8" if isinstance(part, nn.Embedding) else format
+                    weights[source] = _quantized(source, tensors[source], form, folder)
+            quantize(part, {name: weights[source] for name, source in sources.items()})
     return module
 
 
-def default_cache() -> Path:
-    """Return the folder of quantized weights in the user's cache folder.
-
-    Raises:
-        PresetError: the user has no home folder.
-    """
+def _default_cache() -> Path:
     if (folder := user_cache()) is None:
         raise PresetError("load_quantized: this user has no cache folder; write cache=<a folder with room>")
     return folder / "lightning_solo" / "quantized"
@@ -263,98 +257,39 @@ def _matched(module: nn.Module, tensors: Mapping[str, Stored], folder: Path) -> 
 # --- the cache ---
 
 
-def _cache_file(folder: Path, files: Sequence[Path], formats: Mapping[str, str], cache: Path) -> Path:
-    """Return the path of the quantized weights, which its hash of files and formats names."""
-    key = hashlib.sha256(json.dumps([LAYOUT, _hashes(folder, files, cache), dict(formats)]).encode())
-    return cache / f"{folder.name}-{key.hexdigest()[:16]}.safetensors"
-
-
-def _hashes(folder: Path, files: Sequence[Path], cache: Path) -> list[str]:
-    """Return the SHA-256 of each file; a file of the same size and time of change isn't read again."""
-    place = cache / f"hashes-{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}.json"
-    known = read_json(place) or {}
-    found: dict[str, Any] = {}
+def _cache_folder(folder: Path, files: Sequence[Path]) -> str:
+    """Return the name of the cache of a folder, which changes with its files' names, sizes, times and ends."""
+    key = hashlib.sha256(LAYOUT)
     for path in files:
         status = path.stat()
-        identity = [status.st_size, status.st_mtime_ns, status.st_ino]
-        before = known.get(path.name)
-        found[path.name] = before if before and before[:3] == identity else [*identity, digest(path).sha256]
-    if found != known:
-        write_json(place, found, durable=False)
-    return [each[3] for each in found.values()]
+        key.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
+        with path.open("rb") as file:
+            key.update(file.read(SAMPLE))
+            file.seek(-min(SAMPLE, status.st_size), os.SEEK_END)
+            key.update(file.read())
+    return f"{folder.name}-{key.hexdigest()[:16]}"
 
 
-def _cached(
-    path: Path, sources: Mapping[str, str], formats: Mapping[str, str], tensors: Mapping[str, Stored]
-) -> dict[str, QuantizedWeight]:
-    """Return name -> quantized weight, mapped from a file; write the file if it is missing or damaged."""
-    from safetensors import SafetensorError, safe_open
-
-    dtypes = {}
-    for name, source in sources.items():
-        dtypes[name] = tensors[source].dtype
-        if dtypes[name] not in FLOATS:
-            raise CheckpointError(
-                f"{source} is {dtypes[name]}, and so quantized already; write the folder of the 16-bit model"
-            )
-    shapes = {name: tensors[source].shape for name, source in sources.items()}
-    buffers = {f"{name}.{key}": part for name in sources for key, part in layout(shapes[name], formats[name]).items()}
-    buffers = dict(sorted(buffers.items(), key=lambda item: -item[1][0].itemsize))  # so that offsets are aligned
-    file: Any = None
+def _quantized(name: str, stored: Stored, format: str, folder: Path) -> QuantizedWeight:
+    """Return a quantized weight, mapped from its file in the cache; write that file if it is missing or damaged."""
+    if stored.dtype not in FLOATS:
+        raise CheckpointError(
+            f"{name} is {stored.dtype}, and so quantized already; write the folder of the 16-bit model"
+        )
+    path = folder / f"{name}.{format}.pt"
+    read = partial(torch.load, path, map_location="cpu", mmap=True, weights_only=True)
     try:
-        file = safe_open(path, framework="pt")
-    except (SafetensorError, FileNotFoundError):
+        parts = read()
+    except (RuntimeError, OSError):
         try:
-            _write(path, buffers, sources, formats, tensors)
-        except OSError as error:
+            with whole_file(path) as new, new.open("wb") as file:
+                torch.save(dict(quantized(stored.read(), format).state_dict()), file)
+        except (RuntimeError, OSError) as error:
             raise CheckpointError(
-                f"{path}: the quantized weights can't be written ({error.strerror}); write cache=<a folder with room"
-                f" for {format_bytes(sum(map(_bytes, buffers.values())))}>"
+                f"{path}: the quantized weights can't be written ({error}); write cache=<a folder with room>"
             ) from error
-        file = safe_open(path, framework="pt")
-    weights: dict[str, QuantizedWeight] = {}
-    by_source: dict[str, QuantizedWeight] = {}  # tied weights stay tied
-    for name, source in sources.items():
-        if source not in by_source:
-            parts: dict[str, Tensor] = {
-                key: file.get_tensor(f"{name}.{key}") for key in layout(shapes[name], formats[name])
-            }
-            by_source[source] = QuantizedWeight(shapes[name], dtypes[name], **parts)
-        weights[name] = by_source[source]
-    return weights
-
-
-def _bytes(buffer: Buffer) -> int:
-    return buffer[0].itemsize * torch.Size(buffer[1]).numel()
-
-
-def _write(
-    path: Path,
-    buffers: Mapping[str, Buffer],
-    sources: Mapping[str, str],
-    formats: Mapping[str, str],
-    tensors: Mapping[str, Stored],
-) -> None:
-    """Quantize each weight from its mapped tensor and write it to its place in a new file of safetensors.
-
-    The file is written by hand, since ``save_file`` would need all weights in memory, twice.
-    """
-    offset, header = 0, dict[str, Any]()
-    for name, (dtype, shape) in buffers.items():
-        end = offset + _bytes((dtype, shape))
-        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with whole_file(path) as new, new.open("wb", buffering=0) as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name, source in sources.items():
-            weight = quantized(tensors[source].read(), formats[name])
-            for key, value in weight.state_dict().items():
-                file.seek(8 + len(text) + header[f"{name}.{key}"]["data_offsets"][0])
-                rest = memoryview(value.numpy()).cast("B")
-                while len(rest):
-                    rest = rest[file.write(rest) :]
+        parts = read()
+    return QuantizedWeight(stored.shape, stored.dtype, **parts)
 
 
 def _assign(module: nn.Module, tensors: Mapping[str, Stored], stored: Mapping[int, str], without: set[int]) -> None:

@@ -100,7 +100,7 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def stream_blocks(blocks: Mapping[str, nn.Module]) -> dict[str, Streamed]:
-    """Make each block load its weights from a ring, once its record has one; return the records.
+    """Replace each block's forward by one that loads its weights once its record has a ring; return the records.
 
     ``restore_forwards(blocks, Streamed)`` undoes it.
     """

@@ -50,6 +50,8 @@ class Technique(Callback):
     """
 
     phase: ClassVar[Phase]
+    joins_evaluation: ClassVar[bool] = False
+    """Whether it also joins the run of a validation, test or prediction."""
     ctx: Run | None = None
     """The current run; None outside a fit."""
 
@@ -127,8 +129,8 @@ class Technique(Callback):
         return getattr(cls, seam) is not getattr(Technique, seam)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Join the run of a fit."""
-        if stage == "fit":
+        """Join the run of a fit, or of an evaluation if `joins_evaluation`."""
+        if stage == "fit" or self.joins_evaluation:
             join(self, trainer).undo.enter_context(patches.empty_hooks_left_out(self, Technique))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

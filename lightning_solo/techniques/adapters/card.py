@@ -7,19 +7,10 @@ from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.phase import Phase
-from lightning_solo.cards.settings import TechniqueSettings, setting
+from lightning_solo.cards.settings import TechniqueSettings, names_or, setting
 from lightning_solo.errors import PresetError
 
 METHODS = ("lora", "rslora", "dora", "pissa", "ia3")
-
-
-def _wrong_targets(targets: str | Sequence[str]) -> str | None:
-    names = [targets] if isinstance(targets, str) else targets
-    if not names or not all(name.strip() for name in names):
-        return "write 'all-linear', or classes and names of layers, as [q_proj, v_proj]"
-    return (
-        "write 'all-linear' alone, or patterns only" if not isinstance(targets, str) and "all-linear" in names else None
-    )
 
 
 def _wrong_name(name: str) -> str | None:
@@ -59,7 +50,7 @@ class Settings(TechniqueSettings):
         "all-linear",
         "all-linear: all linear layers but output heads, frozen and tied ones; or classes and patterns of names, as"
         " [q_proj, v_proj], of which each must match",
-        check=_wrong_targets,
+        check=names_or("all-linear", "classes and names of layers", "[q_proj, v_proj]"),
     )
     modules_to_save: Sequence[str] = setting((), "names of modules that are trained whole, as [lm_head]")
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = setting(
@@ -84,7 +75,7 @@ CARD = Card(
     settings=Settings,
     saves="of each frozen weight its gradient and optimizer states: with AdamW in fp32 12 of 16 bytes; checkpoints hold"
     " the adapters alone",
-    costs="a second, small product in each adapted layer, and its activations",
+    costs="each adapted layer computes a second, small product, and keeps its activations",
     numerics="trains another, smaller set of parameters than a plain run: for fine-tuning. Equal to peft's own training"
     " to the bit in fp32",
     conflicts="another technique that chooses which parameters are trained",

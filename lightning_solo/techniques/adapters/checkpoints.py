@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ class AdapterCheckpoint(Checkpoint):
         config = self._technique.config
         if config is None or not self._saves_adapters():
             return checkpoint
-        return {**checkpoint, RECORD: {"config": config.record(), "base": self._technique.base}}
+        return {**checkpoint, RECORD: {"config": asdict(config), "base": self._technique.base}}
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
@@ -87,11 +88,9 @@ class AdapterCheckpoint(Checkpoint):
             yield  # whole weights, for an evaluation
             return
         technique = self._technique
-        saved = AdapterConfig.from_record(record["config"])
         technique.enter(self._ctx)
         assert technique.config is not None
-        ours, theirs = technique.config.record(), saved.record()
-        if changed := [f"{key}={theirs[key]!r}" for key in theirs if theirs[key] != ours[key]]:
+        if changed := AdapterConfig(**record["config"]).changed(technique.config):
             raise CheckpointError(
                 f"the checkpoint's adapter has {listed(changed)}; write these settings of {OPTION}, as in the run that"
                 " saved it"

@@ -29,7 +29,6 @@ from lightning_solo.nn.quantized import count_parameters
 from lightning_solo.nn.rollback import Unchanged
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
-from lightning_solo.seams.strategy import join
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.adapters.card import CARD, Settings
 from lightning_solo.techniques.adapters.checkpoints import AdapterCheckpoint
@@ -51,6 +50,7 @@ class Adapters(Technique, Settings):
     """
 
     phase = CARD.phase
+    joins_evaluation = True  # which may load a checkpoint of adapters
 
     def _init_state(self) -> None:
         self.config: AdapterConfig | None = None
@@ -65,21 +65,16 @@ class Adapters(Technique, Settings):
 
     # --- joining ---
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Join the run of a fit, and of an evaluation, which may load a checkpoint of adapters."""
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            join(self, trainer)
-
     def transform(self, ctx: Run) -> None:
-        """Put the adapters in, unless a checkpoint or an earlier fit has; freeze everything else. Keep them in fp32.
+        """Put the adapters in, in fp32, unless a checkpoint or an earlier fit has; freeze everything else.
 
         Raises:
             NothingToDoError: a name or pattern matches nothing.
             ConflictError: a pattern matches a layer that can't have an adapter; or the module has other adapters; or a
                 callback of Lightning copies the module or unfreezes it.
         """
-        ctx.undo.enter_context(patches.conversion_around(ctx.strategy.precision_plugin, self._kept_types))
+        kept = lambda module: adapter_parameters(module).values()  # noqa: E731
+        ctx.undo.enter_context(patches.conversion_around(ctx.strategy.precision_plugin, kept))
         if not ctx.training:
             return
         refuse_callbacks(OPTION, frozenset({"layers", "trained_parameters"}), ctx.trainer.callbacks)
@@ -142,8 +137,7 @@ class Adapters(Technique, Settings):
         )
         whole_parameters(module, config.modules_to_save)  # refuses what can't be trained
         if self.adapter_name in present and present[self.adapter_name] != config:
-            old, new = present[self.adapter_name].record(), config.record()
-            changed = [f"{key}={old[key]!r}" for key in old if old[key] != new[key]]
+            changed = present[self.adapter_name].changed(config)
             raise ConflictError(
                 f"the module has an adapter {self.adapter_name!r} from an earlier fit, with {listed(changed)}; write"
                 f" these settings, another {OPTION}.adapter_name, or first solo.merge_adapters(module)"
@@ -174,9 +168,6 @@ class Adapters(Technique, Settings):
             )
         return {largest[0].replace(".token_adapter.base_layer", "").replace(".base_layer", ""): tuple(rows)}
 
-    def _kept_types(self, module: nn.Module) -> Any:
-        return adapter_parameters(module).values()
-
     def _log(self, ctx: Run) -> None:
         assert self.config is not None
         trained = [p for p in ctx.module.parameters() if p.requires_grad]
@@ -194,7 +185,7 @@ class Adapters(Technique, Settings):
     # --- the fit ---
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to note which buffers change, such as running statistics: checkpoints hold those."""
+        """Note from now on which buffers change, such as running statistics, since checkpoints hold them."""
         super().on_train_start(trainer, pl_module)
         self.buffers = Unchanged(dict(pl_module.named_buffers()))
         self._unreached = {}

@@ -17,7 +17,6 @@ from lightning_solo.nn.forwards import restore_forwards
 from lightning_solo.nn.streaming import Streamed, away, start_ring, stream_blocks
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
-from lightning_solo.seams.strategy import join
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.frozen_streaming.card import CARD, Settings
 from lightning_solo.units import format_bytes
@@ -28,14 +27,14 @@ OPTION = "callback.frozen_streaming"
 class FrozenStreaming(Technique, Settings):
     """Keeps the blocks' frozen weights on the host, and loads them block by block in forward and in backward.
 
-    In validation, test and prediction without a fit it loads all of the blocks' weights so. Afterwards the module has
-    its weights on the host.
+    An evaluation without a fit streams all of the blocks' weights. After a run the module has its weights on the host.
 
     Raises:
         PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase
+    joins_evaluation = True
 
     def _init_state(self) -> None:
         self._ring: BlockRing | None = None
@@ -51,12 +50,6 @@ class FrozenStreaming(Technique, Settings):
     def streamed(self) -> tuple[str, ...]:
         """Qualified names of the blocks whose weights are streamed; empty outside a run."""
         return tuple(self._blocks)
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Join the run of a fit, and of an evaluation."""
-        super().setup(trainer, pl_module, stage)
-        if stage != "fit":
-            join(self, trainer)
 
     def transform(self, ctx: Run) -> None:
         """Keep the blocks' weights on the host while the module moves to the device; each block loads its own.

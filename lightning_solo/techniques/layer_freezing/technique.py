@@ -25,7 +25,7 @@ class LayerFreezing(Technique, Settings):
     """Freezes parts of the module, by depth or by name, for the fit or until a milestone.
 
     The choice follows from the epoch or the optimizer step alone, so a resumed run trains what an uninterrupted one
-    does. Optimizers get every parameter that is ever trained, and make its states when it first has a gradient. After
+    does. Optimizers get every parameter that is trained at any time, and make its states at its first gradient. After
     the fit ``requires_grad`` is as before.
 
     Raises:
@@ -56,15 +56,14 @@ class LayerFreezing(Technique, Settings):
         module = ctx.module
         by_depth = self.most_blocks is not None or self.rate_decay != 1
         blocks = named_blocks(module, self.blocks, f"{OPTION}.blocks") if by_depth else {}
-        most = max([blocks for _, blocks in self.milestones] or [self.trained_blocks or 0])
         if not by_depth and not self.frozen:
             raise NothingToDoError(
                 f"{OPTION} freezes nothing; write {OPTION}.trained_blocks=<number of the last blocks that train>, or"
                 f" names in {OPTION}.frozen; there are {', '.join(name for name, _ in module.named_children())}"
             )
-        if most > len(blocks) and by_depth:
+        if by_depth and (self.most_blocks or 0) > len(blocks):
             raise PresetError(
-                f"{OPTION}: {most} trained blocks, and there are {counted(blocks.values())}; write at most"
+                f"{OPTION}: {self.most_blocks} trained blocks, and there are {counted(blocks.values())}; write at most"
                 f" {len(blocks)}, which trains everything"
             )
         self._depths = Depths(module, blocks)
@@ -98,7 +97,7 @@ class LayerFreezing(Technique, Settings):
         return optimizers
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Train what the epoch or the step says."""
+        """Train the blocks of this epoch or step."""
         if self._depths is None:
             return
         steps = trainer.global_step // max(1, len(trainer.optimizers))
@@ -121,7 +120,7 @@ class LayerFreezing(Technique, Settings):
         self._still = [norm for name, norm in self._norms.items() if self._is_still(name, norm, is_trained)]
 
     def _is_still(self, name: str, norm: nn.Module, is_trained: Any) -> bool:
-        """Return whether a normalisation that is in training mode is frozen."""
+        """Return whether a normalisation keeps its running statistics: it is in training mode, and frozen."""
         assert self._depths is not None
         if not norm.training:  # by the user
             return False

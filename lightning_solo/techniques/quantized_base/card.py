@@ -7,17 +7,10 @@ from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.phase import Phase
-from lightning_solo.cards.settings import TechniqueSettings, setting
+from lightning_solo.cards.settings import TechniqueSettings, names_or, setting
 
 FROZEN = "frozen"
 """Selects every frozen linear layer."""
-
-
-def _wrong_layers(layers: str | Sequence[str]) -> str | None:
-    names = [layers] if isinstance(layers, str) else layers
-    if not names or not all(name.strip() for name in names):
-        return "write 'frozen', or patterns of names, as ['*.mlp.*']"
-    return "write 'frozen' alone, or patterns only" if not isinstance(layers, str) and FROZEN in layers else None
 
 
 @dataclass(frozen=True)
@@ -32,15 +25,11 @@ class Settings(TechniqueSettings):
     layers: str | Sequence[str] = setting(
         FROZEN,
         "frozen: all frozen linear layers but output heads; or patterns of qualified names, as ['*.mlp.*']",
-        check=_wrong_layers,
+        check=names_or(FROZEN, "patterns of names", "['*.mlp.*']"),
     )
     embeddings: str = setting(
         "unchanged", "frozen embeddings keep their type, or are stored in 8 bits", allowed=("unchanged", "int8")
     )
-
-
-def _caveat(settings: Settings) -> str:
-    return "it rounds the frozen weights"
 
 
 CARD = Card(
@@ -58,7 +47,7 @@ CARD = Card(
     " https://arxiv.org/abs/2208.07339",
     owns=frozenset({"products"}),
     reads=frozenset({"weights"}),
-    caveat=_caveat,
+    caveat=lambda settings: "it rounds the frozen weights",
     requires=(
         Requirement(
             "package",

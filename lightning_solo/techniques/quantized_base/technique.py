@@ -41,7 +41,7 @@ class QuantizedBase(Technique, Settings):
         return dict(self._weights)
 
     def transform(self, ctx: Run) -> None:
-        """Quantize the weights one by one, on the device on which they are to run.
+        """Quantize the weights one by one, on the device of the run.
 
         Raises:
             NothingToDoError: no frozen weight can be quantized, or a pattern matches none.
