@@ -28,11 +28,10 @@ from lightning_solo.optim import checkpoint_masters
 def merge_adapters(module: nn.Module) -> float:
     """Add the active adapter to the module's weights, and take all adapters out; the module has its own layers again.
 
-    The sum is computed in fp32 and rounded once to the type of the weight. Each layer runs on random inputs before and
-    after, and the largest difference is logged.
+    The sum is computed in fp32 and rounded once to the type of the weight.
 
     Returns:
-        The largest difference of a layer's outputs, relative to the largest output.
+        The largest relative difference of a layer's outputs for random inputs, before and after; it is logged, too.
 
     Raises:
         NothingToDoError: the module has no adapters.

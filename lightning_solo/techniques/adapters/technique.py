@@ -22,6 +22,7 @@ from lightning_solo.nn.adaptation import (
     use_adapter,
     whole_parameters,
 )
+from lightning_solo.nn.adapted import plain_modules
 from lightning_solo.nn.adapter_merging import merge, merge_summary, remove_adapters
 from lightning_solo.nn.adapter_targets import ALL_LINEAR, OPTION, feed_forward_outputs, named_modules_of, targets_of
 from lightning_solo.nn.adapter_weights import base_record, quantized_record
@@ -152,21 +153,18 @@ class Adapters(Technique, Settings):
         if self.method == "ia3":
             raise ConflictError(f"{OPTION}.method=ia3 and the module's new tokens: IA3 has no rows; write method=lora")
         if isinstance(rows, Mapping):
-            found: dict[str, tuple[int, ...]] = {}
-            for each, indices in rows.items():
-                found |= dict.fromkeys(named_modules_of(module, [each], option), tuple(indices))
-            return found
-        tables = {name: part for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
-        if not tables:
+            names = {each: named_modules_of(module, [each], option) for each in rows}
+            return {name: tuple(rows[each]) for each, tables in names.items() for name in tables}
+        sizes = {name: part.num_embeddings for name, part in plain_modules(module) if isinstance(part, nn.Embedding)}
+        if not sizes:
             raise NothingToDoError(f"{option}={list(rows)[:3]}: {type(module).__name__} has no embedding")
-        most = max(part.num_embeddings for part in tables.values())
-        largest = [name for name, part in tables.items() if part.num_embeddings == most]
+        largest = [name for name, size in sizes.items() if size == max(sizes.values())]
         if len(largest) > 1:
             raise PresetError(
-                f"{option}: there are several embeddings of {most} rows ({listed(largest)}); write"
+                f"{option}: there are several embeddings of {sizes[largest[0]]} rows ({listed(largest)}); write"
                 f" {option}={{{largest[0]}: {list(rows)[:3]}}}"
             )
-        return {largest[0].replace(".token_adapter.base_layer", "").replace(".base_layer", ""): tuple(rows)}
+        return {largest[0]: tuple(rows)}
 
     def _log(self, ctx: Run) -> None:
         assert self.config is not None

@@ -75,27 +75,20 @@ class QuantizedBase(Technique, Settings):
         self._weights.update({name: weight for name, weight in now.items() if id(weight) not in already})
         self._log(ctx, choice, bytes_before, list(by_tensor.values()), list(already.values()))
 
-    def _log(
-        self,
-        ctx: Run,
-        choice: Choice,
-        bytes_before: int,
-        weights: list[QuantizedWeight],
-        already: list[QuantizedWeight],
-    ) -> None:
-        now, count = sum(weight.nbytes for weight in weights), sum(weight.shape.numel() for weight in weights)
+    def _log(self, ctx: Run, choice: Choice, before: int, weights: list[QuantizedWeight], already: list[Any]) -> None:
         parts = []
-        if count:
+        if count := sum(weight.shape.numel() for weight in weights):
+            now, forms = sum(weight.nbytes for weight in weights), " and ".join(sorted({w.format for w in weights}))
             parts.append(
-                f"{len(weights)} frozen weights in {' and '.join(sorted({w.format for w in weights}))} take"
-                f" {format_bytes(now)} instead of {format_bytes(bytes_before)}, {now / count:.3f} bytes per number;"
-                f" Lightning's table of parameters leaves out these {count:,} numbers"
+                f"{len(weights)} frozen weights in {forms} take {format_bytes(now)} instead of {format_bytes(before)},"
+                f" {now / count:.3f} bytes per number; Lightning's table of parameters leaves out these {count:,}"
+                " numbers"
             )
         if already:
             parts.append(f"{len(already)} weights were quantized before")
         if choice.left_out:
             named = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
-            whole = bytes_before + sum(weight.shape.numel() * weight.dtype.itemsize for weight in already)
+            whole = before + sum(weight.shape.numel() * weight.dtype.itemsize for weight in already)
             share = choice.left_bytes / max(1, choice.left_bytes + whole)
             parts.append(f"{share:.0%} of the bytes of frozen weights stay as they are: {named}")
         ctx.info(f"quantized_base: {'; '.join(parts)}")
