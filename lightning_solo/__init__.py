@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lightning_solo.nn.quantized_loading import load_quantized as load_quantized
     from lightning_solo.planner.plan import Plan as Plan
     from lightning_solo.planner.preset_plans import plan as plan
+    from lightning_solo.prediction.streaming import write_predictions as write_predictions
     from lightning_solo.trainers import trainer as trainer
 
 __version__ = "0.2.0"
@@ -67,6 +68,7 @@ _HOME = {
     "SoloCLI": "lightning_solo.lightning_cli",
     "Plan": "lightning_solo.planner.plan",
     "plan": "lightning_solo.planner.preset_plans",
+    "write_predictions": "lightning_solo.prediction.streaming",
     "write_soft_labels": "lightning_solo.export.soft_labels",
 }
 

@@ -40,6 +40,7 @@ LEVELS = {
     "zero": 1.5,  # an engine of its own, which steps optimizers
     "seams": 1.8,
     "export": 1.9,  # reads what techniques save, and knows none of them
+    "prediction": 2,
     "techniques": 2,
     "planner": 4,
     "sweeps": 4,

@@ -28,6 +28,7 @@ from lightning_solo.cli import COMMANDS
 from lightning_solo.cli import convert as convert_command
 from lightning_solo.cli import export as export_command
 from lightning_solo.cli import generate as generate_command
+from lightning_solo.cli import predict as predict_command
 from lightning_solo.cli import results as results_command
 from lightning_solo.cli.command_line import check_command_line
 from lightning_solo.cli.ladder_line import compose_base
@@ -152,6 +153,8 @@ def check_solo(arguments: list[str]) -> None:
         export_command.parse(rest)
     elif name == "generate":
         generate_command.parse(rest)
+    elif name == "predict":
+        predict_command.parse(rest)
     elif name == "report":
         assert len(rest) == 1
     elif name == "doctor":

@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def best_of(last: Path) -> Path:
+def best_of(last: Path, option: str = "--best") -> Path:
     """Return the checkpoint that a run's last one names as the best.
 
     Raises:
@@ -60,7 +60,7 @@ def best_of(last: Path) -> Path:
     states = read(last, inert=True).get("callbacks", {}).values()
     named = [Path(state["best_model_path"]).name for state in states if state.get("best_model_path")]
     if not named:
-        raise CheckpointError(f"{last}: its run has kept no best checkpoint; drop --best")
+        raise CheckpointError(f"{last}: its run has kept no best checkpoint; drop {option}")
     if not last.with_name(named[0]).is_file():
-        raise CheckpointError(f"{last}: its best checkpoint {named[0]} isn't there; drop --best")
+        raise CheckpointError(f"{last}: its best checkpoint {named[0]} isn't there; drop {option}")
     return last.with_name(named[0])

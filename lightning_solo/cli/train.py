@@ -128,7 +128,7 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
 
     from lightning_solo.seams import patches
 
-    _quieten()
+    quieten()
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     model, data = build_parts(checked)
     for part in (model, data):
@@ -232,7 +232,7 @@ def _unlogged(monitor: str, metrics: Mapping[str, Any]) -> str | None:
     return f"monitor={monitor}: the module doesn't log that{nearest(monitor, metrics)}it logs {', '.join(metrics)}"
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Silence warnings that a user can't act on."""
     warnings.filterwarnings("ignore", message="Precision .* is not supported by the model summary")
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")  # Lightning 2.6 on torch 2.13

@@ -132,3 +132,20 @@ class HFAuto(FromFolder):
                 cast(Metric, metric).update(logits.argmax(-1), batch["labels"])
                 self.log(f"{stage}/{name.removeprefix(f'{stage}_')}", cast(Metric, metric), batch_size=len(logits))
         return loss, count, logits
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        """Return for each row its label and the labels' probabilities, or its words' labels; else the logits."""
+        logits = self(batch).float()
+        if not self.classifies or self._labels is None:
+            return logits
+        best, names = logits.argmax(-1).tolist(), self._labels
+        if self.task == "token_classification":
+            words = batch["labels"].ne(IGNORED).tolist()  # true at the first token of each word
+            return [
+                {"labels": [names[index] for index, is_first in zip(row, firsts, strict=True) if is_first]}
+                for row, firsts in zip(best, words, strict=True)
+            ]
+        return [
+            {"label": names[index], "probabilities": dict(zip(names, row, strict=True))}
+            for index, row in zip(best, logits.softmax(-1).tolist(), strict=True)
+        ]

@@ -10,13 +10,15 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_solo.atomic_files import read_json
 from lightning_solo.data.loss_weights import IGNORED
+from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.errors import PresetError
 from lightning_solo.fine_tuning.data_report import LabelReport
 from lightning_solo.fine_tuning.mapped_rows import Collate, MappedRows, RowWriter, padded_batch, share_of
-from lightning_solo.fine_tuning.rows import RowError, read_rows
+from lightning_solo.fine_tuning.rows import Row, RowError, read_rows
 
 KEYS = {
     "sequence_classification": ("text", "label"),
@@ -39,6 +41,8 @@ class LabelledRows(MappedRows):
     Args:
         task: one of `KEYS`.
         mask_share: share of the tokens that a masked language model predicts.
+        predict_path: of the rows that a classifier labels in ``trainer.predict``, in their order and without labels of
+            their own; None for those of validation.
 
     The other arguments are those of `MappedRows`.
 
@@ -52,11 +56,14 @@ class LabelledRows(MappedRows):
     validation_share: float = 0.1
     task: Literal["sequence_classification", "token_classification", "masked_lm", "seq2seq_lm"]
     mask_share: float = 0.15
+    predict_path: str | None = None
     report_class: ClassVar[type[LabelReport]] = LabelReport
 
     def __post_init__(self) -> None:
         if not 0 < self.mask_share < 1:
             raise PresetError(f"data.mask_share={self.mask_share}: write a number between 0 and 1")
+        if self.predict_path is not None and not self.task.endswith("classification"):
+            raise PresetError(f"data.predict_path and data.task={self.task}: only classifiers label rows; drop it")
         super().__post_init__()
         self.labels: list[str] = []
 
@@ -99,6 +106,33 @@ class LabelledRows(MappedRows):
         ids = tokenizer(row["text"], row.get("pair"), **cut)["input_ids"]
         return ids, [str(row["label"])] if self.task == "sequence_classification" else []
 
+    def predict_dataloader(self) -> Any:
+        """Return the rows of ``predict_path``, or those of validation.
+
+        Raises:
+            PresetError: a row lacks its text or words; names file and line.
+        """
+        if self.predict_path is None:
+            return self.val_dataloader()
+        tokenizer = tokenizer_of(*self.tokenizer_arguments())
+        rows: Any = [self._unlabelled(row, tokenizer) for row in read_rows(self.predict_path, _refuse)]
+        per_row = self.task == "sequence_classification"
+        collate = partial(labelled_batch, pad=self.pad_token_id, numbers=[0], per_row=per_row)
+        return DataLoader(rows, batch_size=self.batch_size, num_workers=self.num_workers, collate_fn=collate)
+
+    def _unlabelled(self, row: Row, tokenizer: Any) -> dict[str, Tensor]:
+        words = row.value.get("tokens")
+        value = {**row.value, "label": "", "labels": [""] * len(words if isinstance(words, list) else "")}
+        try:
+            check(value, self.task)
+        except RowError as error:
+            _refuse(row.place, error)
+        ids, names = self._encoded(value, tokenizer)
+        if not ids:
+            raise PresetError(f"{row.place}: no token is left of this row; drop it")
+        labels = [0 if isinstance(name, str) else name for name in names]
+        return {"input_ids": torch.tensor([*ids, *labels]), "labels": torch.tensor([IGNORED] * len(ids) + labels)}
+
     def collate(self, tokenizer: Any, split: str) -> Collate:
         """Return the function that makes a batch; the masked tokens of a validation row are the same each time."""
         if self.task == "masked_lm":
@@ -114,6 +148,10 @@ class LabelledRows(MappedRows):
         self.labels = names if {*found} <= {*names} else sorted(found)
         numbers, per_row = [self.labels.index(name) for name in found], self.task == "sequence_classification"
         return partial(labelled_batch, pad=self.pad_token_id, numbers=numbers, per_row=per_row)
+
+
+def _refuse(place: str, error: RowError) -> None:
+    raise PresetError(f"{place}: {error}") from error
 
 
 def labelled_batch(

@@ -186,4 +186,4 @@ class StdlibText(L.LightningDataModule):
 
     def _loader(self, rows: Tensor, **arguments: object) -> DataLoader[Tensor]:
         # a tensor is a dataset, with a length and rows
-        return DataLoader(rows, self.batch_size, num_workers=self.num_workers, **arguments)  # type: ignore[arg-type]
+        return DataLoader(rows, batch_size=self.batch_size, num_workers=self.num_workers, **arguments)  # type: ignore[arg-type]
