@@ -31,6 +31,7 @@ ELSEWHERE = {
     "export/test_pretrained.py": "export/adapter_folder export/generation_files export/gguf export/trained_models",
     "fine_tuning/test_chat.py": "fine_tuning/data_report fine_tuning/mapped_rows",
     "fine_tuning/test_auto_model.py": "fine_tuning/labelled",
+    "fine_tuning/test_causal_lm.py": "fine_tuning/from_folder",
     "fine_tuning/test_conversations.py": "fine_tuning/messages",
     "fine_tuning/test_new_tokens.py": "nn/embedding_rows",
     "fine_tuning/test_trained.py": "cli/generate",

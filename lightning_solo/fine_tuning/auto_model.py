@@ -14,7 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.errors import PresetError, nearest
-from lightning_solo.fine_tuning.causal_lm import FromFolder
+from lightning_solo.fine_tuning.from_folder import FromFolder
 from lightning_solo.fine_tuning.loading import folder_of, without_numbers
 
 TASKS = {

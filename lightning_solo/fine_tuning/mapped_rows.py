@@ -285,7 +285,7 @@ class RowWriter:
         if not self._lengths:
             raise PresetError(self.report.nothing(path))
         shares = torch.tensor(self.shares, dtype=torch.float64)
-        self.report.repeated = len(shares) - len({*self.shares})
+        self.report.repeated = int(shares.sort().values.diff().eq(0).sum())
         return {"lengths": torch.tensor(self._lengths), "shares": shares, "report": vars(self.report)}
 
     def _raise(self) -> None:
