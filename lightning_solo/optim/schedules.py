@@ -54,10 +54,11 @@ def scheduled(optimizer: Optimizer, schedule: str = "cosine", **options: Any) ->
     """Return what ``configure_optimizers`` returns for an optimizer with a schedule that counts optimizer steps.
 
     Args:
-        optimizer: of any kind.
+        optimizer: of any kind; a schedule-free one gets the warm-up alone.
         schedule: one of `SCHEDULES`.
         options: as `factor_at`.
     """
+    schedule = "constant" if getattr(optimizer, "averages", False) else schedule
     scheduler = LambdaLR(optimizer, partial(factor_at, schedule=schedule, **options))
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import CheckpointError, ConflictError
+from lightning_solo.optim.adamw_state_dict import WEIGHTS_ALONE, is_compact
 from lightning_solo.optim.lion import Lion
 
 
@@ -50,6 +51,33 @@ def state_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of fp32 states of a torch optimizer or a `MasterWeights`, without step counts."""
     kind = type(getattr(optimizer, "_inner", optimizer)).__name__
     return 4 * sum(_STATE_NUMBERS[kind](group, p) for group in optimizer.param_groups for p in group["params"])
+
+
+_ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+_STATE_NAMES = {
+    torch.optim.SGD: {"momentum_buffer"},
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    torch.optim.Adafactor: {"step", "row_var", "col_var", "variance"},
+}
+"""Class -> names of all states that it may have."""
+
+
+def refuse_states_of_others(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Check that saved states have no name that is unknown to one of torch's classes, which load any state.
+
+    Compact states have an error of their own.
+
+    Raises:
+        CheckpointError: the states are of another optimizer.
+    """
+    known = _STATE_NAMES.get(type(optimizer))
+    for state in state_dict.get("state", {}).values():
+        if known is not None and not is_compact(state) and (others := sorted(set(state) - known)):
+            raise CheckpointError(
+                f"the checkpoint's optimizer has states {', '.join(others)}, which {type(optimizer).__name__} doesn't"
+                f" have; resume with the optimizer of the run that saved them, or {WEIGHTS_ALONE}"
+            )
 
 
 Pairs = Sequence[tuple[Tensor, Tensor]]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_solo.errors import ConflictError, GradientError
 from lightning_solo.optim.averages import AVERAGE, averaged_weights
+from lightning_solo.optim.torch_optimizers import refuse_states_of_others
 from lightning_solo.seams import patches, resuming
 from lightning_solo.seams.run import Run
 
@@ -227,8 +228,18 @@ def _save_checkpoint(run: Run, own: Own, checkpoint: dict[str, Any], *args: Any,
 
 
 def _load_optimizer_state_dict(run: Run, own: Own, checkpoint: Mapping[str, Any]) -> None:
-    """Load the states of the optimizers."""
-    run.load_states(own)(checkpoint)
+    """Load the states of the optimizers.
+
+    Raises:
+        CheckpointError: they are of another optimizer.
+    """
+
+    def load(checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, states in zip(run.strategy.optimizers, checkpoint.get("optimizer_states", ()), strict=False):
+            refuse_states_of_others(optimizer, states)
+        own(checkpoint)
+
+    run.load_states(load)(checkpoint)
 
 
 SAVING: dict[str, Callable[..., Any]] = {

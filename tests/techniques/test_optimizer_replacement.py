@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ Make = Callable[..., Any]
 WIDTH = 64
 BATCHES = 6
 pytestmark = [
+    pytest.mark.any_device,
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint"),
     pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path."),
@@ -283,6 +285,21 @@ def test_states_of_another_optimizer_are_refused_by_name(make_trainer: Make, tmp
     with pytest.raises(CheckpointError, match=mentions("Lion", "~callback.optimizer_replacement")):
         fit(make_trainer, replacement("lion"), **own)
     fit(make_trainer, replacement("adamw"), **own)  # of the same class
+    with pytest.raises(CheckpointError, match=mentions("momentum", "AdamW", "load_from_checkpoint")):
+        fit(make_trainer, ExactResume(), **lion)
+
+
+def test_schedule_of_a_resumed_run_goes_to_its_new_end_and_no_other_takes_its_place(
+    make_trainer: Make, tmp_path: Path
+) -> None:
+    technique = partial(replacement, "lion", schedule="linear")
+    fit(make_trainer, technique(), ExactResume(), Save(tmp_path))
+    resumed = {"ckpt_path": tmp_path / "3.ckpt", "weights_only": True}
+    watch = Watch()
+    fit(make_trainer, technique(), ExactResume(), watch, max_epochs=2, **resumed)
+    assert [rate for (rate,) in watch.rates] == pytest.approx([1e-3 * (1 - step / 12) for step in range(3, 12)])
+    with pytest.raises(CheckpointError, match=mentions("linear", "callback.optimizer_replacement.schedule=linear")):
+        fit(make_trainer, replacement("lion"), ExactResume(), **resumed)
 
 
 # --- averages ---

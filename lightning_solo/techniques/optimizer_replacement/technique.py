@@ -15,7 +15,7 @@ from lightning_solo.nn.parameter_groups import hidden_matrices, without_decay
 from lightning_solo.optim.group_division import RATES, divide_groups, scale_rates
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.replacement import replace_optimizer
-from lightning_solo.optim.schedules import scheduled
+from lightning_solo.optim.schedules import continued_rates, scheduled
 from lightning_solo.presets.registry import NAMES, target_of
 from lightning_solo.presets.signature import parameters
 from lightning_solo.seams.averaged_weights import AveragedCheckpoint, AveragedWeights
@@ -208,22 +208,35 @@ class OptimizerReplacement(AveragedWeights, Settings):
 
     # --- checkpoints ---
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Continue a resumed run at the rate of the schedule to its new end."""
+        super().on_train_start(trainer, pl_module)
+        if self.schedule is not None and trainer.global_step:
+            continued_rates(trainer.lr_scheduler_configs[0].scheduler)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the name of the optimizer's class."""
-        return {"optimizer": self._name}
+        """Return the name of the optimizer's class, and of the schedule."""
+        return {"optimizer": self._name, "schedule": self.schedule}
 
     def checkpoint(self, ctx: Run) -> AveragedCheckpoint:
         """Return how states are saved and loaded."""
         return ReplacedCheckpoint(ctx, self)
 
     def refuse_states_of(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint with states of another optimizer.
+        """Refuse a checkpoint with states of another optimizer, or of schedulers of the module's instead of ours.
 
         Raises:
-            CheckpointError: names both optimizers.
+            CheckpointError: names both.
         """
-        saved = checkpoint.get("callbacks", {}).get(self.state_key, {}).get("optimizer")
+        record = checkpoint.get("callbacks", {}).get(self.state_key, {})
+        saved, schedule = record.get("optimizer"), record.get("schedule")
         if saved == self._name or (not saved and self._is_same):
+            if (schedule is None) != (self.schedule is None):
+                raise CheckpointError(
+                    f"the checkpoint's schedule is {schedule or 'of the module'}, and this run's"
+                    f" {self.schedule or 'of the module'}; write {OPTION}.schedule={schedule or 'null'}, or start from"
+                    " the weights alone: MyModule.load_from_checkpoint(path), and fit without ckpt_path"
+                )
             return
         whose = f"states of {saved}" if saved else "states of the module's own optimizer"
         names = {resolve_name(target).__name__: name for name, target in NAMES["optimizer"].items()}
