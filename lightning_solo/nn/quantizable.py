@@ -61,30 +61,24 @@ def chosen_weights(
         NothingToDoError: no frozen weight can be quantized, or a pattern matches none.
         ConflictError: a pattern matches a weight that is trained.
     """
-    choice, trained = Choice(), dict[str, int]()
+    choice, trained, matched = Choice(), list[str](), set[str]()
     apart = kept_parameters(module)
-    matched: set[str] = set()
     for name, part in plain_modules(module):
-        for parameter_name, p in part._parameters.items():
+        is_table = isinstance(part, nn.Embedding)
+        for own, p in part._parameters.items():
             if p is None or p.ndim < 2:
                 continue
-            full = f"{name}.{parameter_name}" if name else parameter_name
+            full = f"{name}.{own}" if name else own
             hits = [each for each in patterns or () if fnmatchcase(name, each) or fnmatchcase(full, each)]
-            reason = apart.get(id(p)) or unsuitable(part, parameter_name, p, embeddings)
+            reason = apart.get(id(p)) or unsuitable(part, own, p, embeddings)
             if reason is None:
                 matched.update(hits)
-            if p.requires_grad:
-                if reason is None:
-                    trained[full] = p.nbytes
-                    if hits:
-                        raise ConflictError(
-                            f"{OPTION}.layers={hits[0]!r} matches {full}, which is trained: a weight in 4 or 8 bits"
-                            " can't be. Freeze it by requires_grad_(False) and train adapters or other layers, or write"
-                            f" patterns that leave it out, or ~{OPTION}"
-                        )
-            elif reason is None and (hits or patterns is None or isinstance(part, nn.Embedding)):
-                choice.modules.setdefault(name, (part, []))[1].append(parameter_name)
-            elif (embeddings or not isinstance(part, nn.Embedding)) and p.is_floating_point():
+            if p.requires_grad and reason is None:
+                _refuse_trained(full, hits)
+                trained.append(full)
+            elif not p.requires_grad and reason is None and (hits or patterns is None or is_table):
+                choice.modules.setdefault(name, (part, []))[1].append(own)
+            elif not p.requires_grad and (embeddings or not is_table) and p.is_floating_point():
                 choice.left_out[full] = reason or "no pattern matches it"
                 choice.left_bytes += p.nbytes
     if missed := [each for each in patterns or () if each not in matched]:
@@ -93,30 +87,40 @@ def chosen_weights(
             f"{OPTION}.layers={missed[0]!r} matches no weight that can be quantized; there are"
             f" {listed(names, 8) or 'no linear layers'}"
         )
-    if embeddings and required and not any(isinstance(part, nn.Embedding) for part, _ in choice.modules.values()):
-        named = ", ".join(f"{name} ({reason})" for name, reason in choice.left_out.items() if "embedding" in reason)
-        raise NothingToDoError(
-            f"{OPTION}.embeddings=int8: {type(module).__name__} has no frozen embedding of its own"
-            f"{f'; there are {named}' if named else ''}; write {OPTION}.embeddings=unchanged"
-        )
-    if not choice.modules and required:
-        raise NothingToDoError(_nothing(module, trained, choice))
+    if required:
+        _refuse_nothing(choice, trained, type(module).__name__, embeddings)
     return choice
 
 
-def _nothing(module: nn.Module, trained: dict[str, int], choice: Choice) -> str:
-    if trained:
-        return (
-            f"quantized_base: no frozen weight to quantize in {type(module).__name__}; {len(trained)} weights could be"
-            f" quantized if they were frozen ({listed(trained)}), but full fine-tuning trains them, which 4 and 8 bits"
-            f" can't hold. Freeze them by requires_grad_(False) and train adapters or other layers, or write"
+def _refuse_trained(name: str, hits: Sequence[str]) -> None:
+    if hits:
+        raise ConflictError(
+            f"{OPTION}.layers={hits[0]!r} matches {name}, which is trained: a weight in 4 or 8 bits can't be. Freeze it"
+            " by requires_grad_(False) and train adapters or other layers, or write patterns that leave it out, or"
             f" ~{OPTION}"
         )
-    reasons = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
-    return (
-        f"quantized_base: no weight to quantize in {type(module).__name__}; frozen are {reasons or 'none'}; write"
-        f" ~{OPTION}"
-    )
+
+
+def _refuse_nothing(choice: Choice, trained: Sequence[str], kind: str, embeddings: bool) -> None:
+    """Refuse a choice without a weight, or without an embedding where these are asked for."""
+    reasons = {name: f"{name} ({reason})" for name, reason in choice.left_out.items()}
+    if embeddings and not any(isinstance(part, nn.Embedding) for part, _ in choice.modules.values()):
+        tables = ", ".join(text for name, text in reasons.items() if "embedding" in choice.left_out[name])
+        raise NothingToDoError(
+            f"{OPTION}.embeddings=int8: {kind} has no frozen embedding of its own"
+            f"{f'; there are {tables}' if tables else ''}; write {OPTION}.embeddings=unchanged"
+        )
+    if not choice.modules and trained:
+        raise NothingToDoError(
+            f"quantized_base: no frozen weight to quantize in {kind}; {len(trained)} weights could be quantized if they"
+            f" were frozen ({listed(trained)}), but full fine-tuning trains them, which 4 and 8 bits can't hold. Freeze"
+            f" them by requires_grad_(False) and train adapters or other layers, or write ~{OPTION}"
+        )
+    if not choice.modules:
+        raise NothingToDoError(
+            f"quantized_base: no weight to quantize in {kind}; frozen are {listed([*reasons.values()], 5) or 'none'};"
+            f" write ~{OPTION}"
+        )
 
 
 def kept_parameters(module: nn.Module) -> dict[int, str]:
