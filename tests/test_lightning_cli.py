@@ -98,6 +98,7 @@ def test_callbacks_of_both_act(run: Any) -> None:
     assert {"CompactStates", "MemoryLogger", "SaveConfigCallback"} <= set(names(trainer))
 
 
+@pytest.mark.long
 def test_auto_plans_with_the_batch_of_a_data_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Without(Small):
         train_dataloader = LightningModule.train_dataloader

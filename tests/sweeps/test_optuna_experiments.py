@@ -16,7 +16,6 @@ from lightning_solo.sweeps.results import read
 from lightning_solo.sweeps.search_settings import settings
 from lightning_solo.sweeps.search_space import search_space
 from tests.cli.commands import call
-from tests.conftest import long
 
 MODULE = ["model._target_=my_project.MyModule", "allow=[my_project]"]
 
@@ -60,7 +59,8 @@ class MyModule(L.LightningModule):
 ACCURACY = ["hydra.sweeper.monitor=val_accuracy", "hydra.sweeper.direction=maximize"]
 
 
-@pytest.mark.parametrize(("more", "metric"), [([], "val_loss"), long(ACCURACY, "val_accuracy")])
+@pytest.mark.long
+@pytest.mark.parametrize(("more", "metric"), [([], "val_loss"), (ACCURACY, "val_accuracy")])
 def test_module_of_the_user_is_searched_by_its_metric(tmp_path: Path, more: list[str], metric: str) -> None:
     (tmp_path / "my_project.py").write_text(MINE)
     few = ["hydra.sweeper.n_trials=1", "trainer.max_steps=4", "trainer.val_check_interval=4"]
