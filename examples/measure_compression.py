@@ -179,6 +179,127 @@ class StepTimes:
         return Times()
 
 
+FEW_BITS = ((4, 32), (3, 32), (2, 32), (2, 0))
+AFTERWARDS = ((8, 0), (6, 32), (4, 32), (4, 0), (3, 32), (3, 0), (2, 32), (2, 0))
+WIDE, LAYERS = 1024, 3
+
+
+def quantization() -> dict[str, Any]:
+    """Measure losses with rounded weights, trained so or not, bytes of exports, and seconds on one core."""
+    import torch
+
+    import lightning_solo as solo
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        control, start = more(), base()
+        rows = []
+        for bits, group_size in AFTERWARDS:
+            row: dict[str, Any] = {"bits": bits, "group_size": group_size}
+            row["base"], row["bytes"], row["difference"] = exported(start, Path(folder), bits, group_size)
+            row["control"], _, _ = exported(control, Path(folder), bits, group_size)
+            if (bits, group_size) in FEW_BITS:
+                aware = more([solo.Quantization(bits, group_size)])
+                row["trained so"], _, row["difference"] = exported(aware, Path(folder), bits, group_size)
+                row["share recovered"] = round(
+                    (row["control"] - row["trained so"]) / (row["control"] - held_out(control)), 3
+                )
+            rows.append(row)
+            print(row, flush=True)
+        return {
+            "base": held_out(start),
+            "control": held_out(control),
+            "bytes_fp32": sum(p.nbytes for p in start.parameters()),
+            "rows": rows,
+            "step_times": step_times(),
+            "layers": f"{LAYERS} x Linear({WIDE}, {WIDE}), fp32, 1 core",
+            "inference": inference(Path(folder)),
+        }
+
+
+def exported(module: Any, folder: Path, bits: int, group_size: int) -> tuple[float, int, float]:
+    """Return loss and bytes of an export, and the largest difference of its logits to the fake-quantized module's."""
+    import torch
+
+    import lightning_solo as solo
+    from lightning_solo.nn.fake_quantization import Rounding, chosen_layers, round_weights
+    from lightning_solo.nn.packed_weights import load
+
+    solo.export_quantized(module, folder / "few", bits, group_size, overwrite=True)
+    loaded = load(byte_gpt(), folder / "few")
+    fake, rounding = copy.deepcopy(module).eval(), Rounding(bits, group_size)
+    round_weights(chosen_layers(fake, rounding).layers.values(), rounding)
+    ids = torch.arange(128)[None]
+    with torch.no_grad():
+        difference = float((fake(ids) - loaded(ids)).abs().max())
+    return held_out(loaded), (folder / "few" / "model.safetensors").stat().st_size, difference
+
+
+def step_times(steps: int = 12, rounds: int = 5) -> list[dict[str, Any]]:
+    """Return the median seconds of a step, of runs that take turns."""
+    import lightning_solo as solo
+
+    ways: dict[str, Callable[[], list[Any]]] = {
+        "fp32": list,
+        "4 bits, groups of 32": lambda: [solo.Quantization(4, 32)],
+        "2 bits, groups of 32": lambda: [solo.Quantization(2, 32)],
+        "4 bits, groups of 32, inputs in 8 bits": lambda: [solo.Quantization(4, 32, "int8")],
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, callbacks in ways.items():
+            watch = StepTimes()
+            train(base(), steps, [*callbacks(), watch])
+            times[name] += watch.seconds[2:]
+    plain = statistics.median(times["fp32"])
+    return [
+        {
+            "way": name,
+            "seconds": round(statistics.median(each), 4),
+            "of fp32": round(statistics.median(each) / plain, 2),
+        }
+        for name, each in times.items()
+    ]
+
+
+def inference(folder: Path) -> list[dict[str, Any]]:
+    """Return how many times as fast as fp32 exported layers are, best of 15 turns."""
+    import torch
+    from torch import nn
+
+    import lightning_solo as solo
+    from lightning_solo.nn.packed_weights import load
+
+    torch.manual_seed(0)
+    ways: dict[str, Any] = {"fp32": nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(LAYERS))).eval()}
+    size = sum(p.nbytes for p in ways["fp32"].parameters())
+    sizes = {"fp32": size}
+    for name, options in {
+        "8 bits by rows, inputs in 8 bits": (8, 0, "int8"),
+        "8 bits by rows": (8, 0, "unchanged"),
+        "4 bits in groups of 32": (4, 32, "unchanged"),
+    }.items():
+        solo.export_quantized(ways["fp32"], folder / "wide", *options, layers="*", overwrite=True)
+        sizes[name] = (folder / "wide" / "model.safetensors").stat().st_size
+        ways[name] = load(copy.deepcopy(ways["fp32"]), folder / "wide")
+    rows = [{"way": name, "bytes": sizes[name]} for name in ways]
+    for batch, repeats in ((1, 20), (64, 5)):
+        x, least = torch.randn(batch, WIDE), dict.fromkeys(ways, float("inf"))
+        with torch.inference_mode():
+            expected = ways["fp32"](x)
+            for _ in range(15):
+                for name, layers in ways.items():
+                    began = time.perf_counter()
+                    for _ in range(repeats):
+                        layers(x)
+                    least[name] = min(least[name], (time.perf_counter() - began) / repeats)
+            for row in rows:
+                output = ways[str(row["way"])](x)
+                row[f"batch {batch}"] = round(least["fp32"] / least[str(row["way"])], 2)
+                row["error"] = round(float((output - expected).norm() / expected.norm()), 4)
+    return rows
+
+
 def main() -> None:
     """Measure one technique, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -201,6 +322,7 @@ def main() -> None:
 MEASURED: dict[str, Callable[[], dict[str, Any]]] = {
     "control": lambda: {"base": held_out(base()), "control": held_out(more())},
     "distillation": distillation,
+    "quantization": quantization,
 }
 
 

@@ -374,6 +374,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "cli/ladder_line.py": 1,
         "cli/plan_line.py": 3,
         "cli/presets.py": 1,
+        "cli/quantized_run.py": 1,
         "cli/report.py": 3,
         "cli/results.py": 1,
         "cli/run_folder.py": 4,

@@ -1,4 +1,4 @@
-"""`lightning-solo export RUN|FILE --format weights|hf|adapter|gguf`: writes a checkpoint in a form that others read."""
+"""`lightning-solo export RUN|FILE --format weights|hf|adapter|gguf|quantized`: writes what others read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import pkgutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_solo.cli.options import Parser
+from lightning_solo.cli.options import Parser, positive
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.export.formats import BASES, DTYPES, FORMATS
 
 TAKES = (
-    "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf] [--dtype fp32|bf16|fp16] [--output PATH]"
-    " [--live] [--force], but for weights also [--base-folder FOLDER] [--tokenizer FOLDER], with hf and gguf [--base"
-    " dequantized|original], with hf [--shard-size 5GB], with gguf [--llama-cpp FOLDER] [--quantize q4_k_m]"
+    "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf|quantized] [--dtype fp32|bf16|fp16]"
+    " [--output PATH] [--live] [--force], but for weights also [--base-folder FOLDER] [--tokenizer FOLDER], with hf and"
+    " gguf [--base dequantized|original], with hf [--shard-size 5GB], with gguf [--llama-cpp FOLDER]"
+    " [--quantize q4_k_m], with quantized [--bits 4] [--group-size 32] [--activations int8] [--layers PATTERN,...]"
+    " [--allow PREFIX]"
 )
 _CHOICES = {"format": tuple(FORMATS), "dtype": DTYPES, "base": BASES}
 
@@ -53,6 +55,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     others.add_argument("--shard-size", metavar="SIZE", help="the largest size of a file, by default 5GB")
     others.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp; by default $LLAMA_CPP or the path")
     others.add_argument("--quantize", metavar="TYPE", help="a type of llama.cpp's, such as q4_k_m")
+    others.add_argument("--bits", metavar="N", help="of a weight, 2 to 8; by default as the run rounded, or 4")
+    others.add_argument("--group-size", metavar="N", help="weights that share a scale; 0: a row; by default 32")
+    others.add_argument("--activations", metavar="int8", help="inputs of layers are rounded too")
+    others.add_argument("--layers", metavar="PATTERN,...", help="names of layers; by default all but output heads")
+    others.add_argument("--allow", metavar="PREFIX,...", help="code to trust")
     others.add_argument(
         "--live", action="store_true", default=None, help="the trained weights, where there is an average of them"
     )
@@ -61,6 +68,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and value not in allowed:
             raise PresetError(f"--{name} {value}{nearest(value, allowed)}there are {', '.join(allowed)}")
+    for name in ("bits", "group_size"):
+        if (value := getattr(options, name)) is not None:
+            setattr(options, name, 0 if value == "0" else positive(f"--{name.replace('_', '-')}", value, 32))
+    for name in ("layers", "allow"):
+        if (value := getattr(options, name)) is not None:
+            setattr(options, name, value.split(","))
     always = ("source", "format", "output", "force")
     written = {name: value for name, value in vars(options).items() if value is not None or name in always}
     if other := [name for name in written if name not in (*always, *FORMATS[options.format].options)]:

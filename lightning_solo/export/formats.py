@@ -23,6 +23,9 @@ FORMATS = {
     "hf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "shard_size", "live")),
     "adapter": Format(_FOLDER, ("dtype", "base_folder", "tokenizer", "live")),
     "gguf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "llama_cpp", "quantize", "live")),
+    "quantized": Format(
+        "lightning_solo.cli.quantized_run:write_quantized", ("bits", "group_size", "activations", "layers", "allow")
+    ),
 }
 """Name of a format -> how it is written."""
 DTYPES = ("fp32", "bf16", "fp16")

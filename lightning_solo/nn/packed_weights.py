@@ -34,8 +34,9 @@ def pack(levels: Tensor, bits: int) -> Tensor:
     left, parts = ((flat + 3) // 2 if bits == 2 else flat + 2 ** (bits - 1)).to(torch.uint8), []
     for width in WIDTHS:
         if bits & width:
-            numbers = F.pad(left & (2**width - 1), (0, -left.numel() % (8 // width))).view(-1, 8 // width)
-            parts.append((numbers << _shifts(width, left.device)).sum(1, dtype=torch.uint8))
+            numbers = F.pad(left & (2**width - 1), (0, -left.numel() % (8 // width))).view(8 // width, -1)
+            shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=left.device)
+            parts.append((numbers << shifts[:, None]).sum(0, dtype=torch.uint8))
             left = left >> width
     return torch.cat(parts)
 
@@ -45,24 +46,23 @@ def unpack(packed: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
     if bits == 8:
         return packed
     count, start, below = shape[0] * shape[1], 0, 0
-    codes = torch.zeros(count, dtype=torch.int8, device=packed.device)
+    codes: Tensor | None = None
     for width in WIDTHS:
         if bits & width:
             size = -(-count * width // 8)
-            numbers = (packed[start : start + size, None] >> _shifts(width, packed.device)) & (2**width - 1)
-            codes += (numbers.flatten()[:count] << below).to(torch.int8)
+            part = packed[start : start + size]
+            numbers = torch.cat([(part >> shift) & (2**width - 1) for shift in range(0, 8, width)])[:count]
+            codes = numbers if codes is None else codes | (numbers << below)
             start, below = start + size, below + width
-    return (codes * 2 - 3 if bits == 2 else codes - 2 ** (bits - 1)).view(shape)
-
-
-def _shifts(width: int, device: torch.device) -> Tensor:
-    return torch.arange(0, 8, width, dtype=torch.uint8, device=device)
+    assert codes is not None
+    levels = codes.view(torch.int8)
+    return (levels * 2 - 3 if bits == 2 else levels - 2 ** (bits - 1)).view(shape)
 
 
 def dequantized(levels: Tensor, scales: Tensor) -> Tensor:
-    """Return integers (..., width) times the scales of their groups (..., groups), in fp32."""
+    """Return integers (..., width) times the scales of their groups (..., groups); integers in fp32 are overwritten."""
     groups = levels.float().view(*scales.shape, -1)
-    return (groups * scales.float()[..., None]).flatten(-2)
+    return groups.mul_(scales.float()[..., None]).flatten(-2)
 
 
 def rounded_activations(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -12,7 +11,7 @@ from lightning_solo.nn.blocks import counted
 from lightning_solo.nn.fake_quantization import RECORD, Rounding, chosen_layers, round_weights
 from lightning_solo.nn.forwards import restore_forwards
 from lightning_solo.seams.run import Run
-from lightning_solo.seams.technique import Checkpoint, Technique
+from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.quantization.card import CARD, Settings
 
 OPTION = "callback.quantization"
@@ -33,6 +32,7 @@ class Quantization(Technique, Settings):
 
     def _init_state(self) -> None:
         self._layers: dict[str, nn.Module] = {}
+        self._record: dict[str, Any] = {}
         self._rounding = Rounding(self.bits, self.group_size, self.activations, active=False)
 
     @property
@@ -52,7 +52,8 @@ class Quantization(Technique, Settings):
             return
         choice = chosen_layers(ctx.module, self._rounding, self.layers, OPTION)
         self._layers.update(choice.layers)
-        self._rounding.active = self.start_step == 0
+        self._record = {}
+        self._set(active=self.start_step == 0)
         ctx.undo.callback(setattr, self._rounding, "active", False)
         ctx.undo.callback(self._layers.clear)
         ctx.undo.callback(restore_forwards, choice.layers.values(), Rounding)
@@ -76,21 +77,14 @@ class Quantization(Technique, Settings):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Round from the first step on that is to be trained so."""
         if self._layers:
-            self._rounding.active = trainer.global_step // max(1, len(trainer.optimizers)) >= self.start_step
+            self._set(active=trainer.global_step // max(1, len(trainer.optimizers)) >= self.start_step)
 
-    def checkpoint(self, ctx: Run) -> Checkpoint:
-        """Return how the checkpoint names the rounded layers, for exports."""
-        return _Rounded(self._rounding, self._layers)
+    def _set(self, *, active: bool) -> None:
+        self._rounding.active = active
+        if active and not self._record:
+            self._record = {**self._rounding.as_record(), "layers": list(self._layers)}
 
-
-class _Rounded(Checkpoint):
-    """Adds what an export needs to round as the run did; before `start_step` nothing."""
-
-    def __init__(self, rounding: Rounding, layers: Mapping[str, nn.Module]) -> None:
-        self._rounding, self._layers = rounding, layers
-
-    def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return the checkpoint with bits, group size, activations and the names of the layers."""
-        if not self._rounding.active:
-            return checkpoint
-        return {**checkpoint, RECORD: {**self._rounding.as_record(), "layers": list(self._layers)}}
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add what an export needs to round as the run did, unless it hasn't rounded yet."""
+        if self._record:
+            checkpoint[RECORD] = self._record

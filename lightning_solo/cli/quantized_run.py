@@ -1,0 +1,142 @@
+"""`lightning-solo export RUN --format quantized`: rounds a run's weights, and measures the module before and after."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_solo.cli.trained_run import TrainedRun, open_run
+from lightning_solo.errors import CheckpointError, SoloError
+
+BATCHES = 16
+"""Batches of validation that are measured."""
+DEFAULTS = {"bits": 4, "group_size": 32, "activations": "unchanged", "layers": "linear"}
+
+
+def write_quantized(
+    source: Path,
+    output: Path | None = None,
+    format: str = "quantized",
+    *,
+    bits: int | None = None,
+    group_size: int | None = None,
+    activations: str | None = None,
+    layers: Sequence[str] | None = None,
+    allow: Sequence[str] = (),
+    overwrite: bool = False,
+) -> list[str]:
+    """Write a run's module with weights of few bits; return lines about it, with losses and seconds.
+
+    Args:
+        source: the folder of a run, or one of its checkpoints.
+        output: the folder to write; by default beside the checkpoint.
+        format: of the export.
+        bits: of a weight; this and the next three by default as the run rounded.
+        group_size: inputs of a layer whose weights share a scale; 0 for a scale per row.
+        activations: "int8" or "unchanged".
+        layers: patterns of names.
+        allow: prefixes of code that may be imported.
+        overwrite: whether an earlier export is replaced.
+
+    Raises:
+        CheckpointError: the source is no run; or the weights are of another module.
+        SoloError: as `export_quantized`.
+    """
+    sys.path.insert(0, str(Path.cwd()))  # it has the user's module, and a console script lacks it
+    run = _run(source, allow)
+    from lightning_solo.export.quantized import export_quantized
+    from lightning_solo.export.sources import read
+    from lightning_solo.export.weights import source_of
+    from lightning_solo.nn.fake_quantization import RECORD
+    from lightning_solo.nn.packed_weights import load
+
+    output = output or run.checkpoint.with_name(f"{run.checkpoint.stem}-{format}")
+    record = read(run.checkpoint, inert=True).get(RECORD, {}) if run.checkpoint.is_file() else {}
+    patterns = "linear" if layers == ["linear"] else layers
+    written = {"bits": bits, "group_size": group_size, "activations": activations, "layers": patterns}
+    options: dict[str, Any] = {**DEFAULTS, **record, **{name: v for name, v in written.items() if v is not None}}
+    module, data = _parts(run)
+    try:
+        module.load_state_dict(source_of(run.checkpoint).weights)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{run.checkpoint} has weights of another module than {run.folder}/config.yaml: {error}"
+        ) from error
+    try:
+        lines = export_quantized(module, output, **options, overwrite=overwrite)
+    except SoloError as error:
+        raise type(error)(re.sub(r"\b(bits|group_size|activations|layers)=", _option, str(error))) from error
+    aware = bool(record) and all(options[name] == value for name, value in record.items())
+    lines.append("the run was trained with these rounded weights" if aware else "quantization after training")
+    return [*lines, *_compared(module, load(_parts(run)[0], output), data)]
+
+
+def _option(match: re.Match[str]) -> str:
+    return f"--{match[1].replace('_', '-')} "
+
+
+def _run(source: Path, allow: Sequence[str]) -> TrainedRun:
+    if source.is_dir():
+        return open_run(source, allow=allow)
+    folder = source.parent.parent
+    if source.is_file() and not (folder / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{source}: {folder} is no run of lightning-solo train, so its module is unknown; write"
+            " solo.export_quantized(module, 'folder') in Python"
+        )
+    return open_run(folder, str(source), allow=allow)
+
+
+def _parts(run: TrainedRun) -> tuple[Any, Any]:
+    """Return the module, with random weights, and its data."""
+    from lightning_solo.cli.train import build_parts
+
+    module, data = build_parts(run.checked)
+    module.configure_model()
+    return module, data
+
+
+def _compared(before: Any, after: Any, data: Any) -> list[str]:
+    """Return lines with loss and seconds of both modules on this CPU."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    try:
+        readings = [_validated(module, data) for module in (before, after)]
+    except MisconfigurationException:
+        return ["loss and seconds: not measured, since the run has no validation"]
+    (metrics, seconds), (metrics_after, seconds_after) = readings
+    slower = "; it is slower here" if seconds_after > seconds else ""
+    return [
+        *(f"{name}: {value:.4f} before, {metrics_after[name]:.4f} after" for name, value in metrics.items()),
+        f"seconds of a validation batch on this CPU: {seconds:.4f} before, {seconds_after:.4f} after{slower}"
+        f" (best of at most {BATCHES} batches)",
+    ]
+
+
+def _validated(module: Any, data: Any) -> tuple[dict[str, float], float]:
+    """Return the logged metrics and the least seconds of a batch."""
+    import lightning as L
+
+    class Times(L.Callback):
+        least, began = float("inf"), 0.0
+
+        def on_validation_batch_start(self, *_: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_validation_batch_end(self, *_: Any) -> None:
+            self.least = min(self.least, time.perf_counter() - self.began)
+
+    times = Times()
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's advice about loaders
+        trainer = L.Trainer(
+            accelerator="cpu", callbacks=[times], limit_val_batches=BATCHES, enable_model_summary=False, **quiet
+        )
+        trainer.validate(module, data, verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, times.least

@@ -1,0 +1,87 @@
+"""`lightning-solo export RUN --format quantized` rounds as the run did, or afterwards, and measures both modules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from lightning_solo.build import trainer_arguments
+from lightning_solo.cli.application import compose_application
+from lightning_solo.cli.command_line import TOP, check_config
+from lightning_solo.cli.export import run
+from lightning_solo.cli.quantized_run import write_quantized
+from lightning_solo.cli.run_folder import RunFolder
+from lightning_solo.cli.train import build_parts
+from lightning_solo.errors import CheckpointError, PresetError
+from lightning_solo.export.quantized import export_quantized
+from lightning_solo.nn.fake_quantization import Rounding, chosen_layers, round_weights
+from lightning_solo.nn.packed_weights import load
+from tests.messages import mentions
+
+Make = Callable[..., Any]
+TINY = ("model.width=16", "model.depth=1", "data.context=16", "data.max_bytes=20000", "data.validation_batches=3")
+AWARE = (
+    *TINY,
+    "+solo/callback=quantization",
+    "solo.callback.quantization.bits=3",
+    "solo.callback.quantization.group_size=8",
+)
+
+
+def finished(folder: Path, make_trainer: Make, overrides: Sequence[str]) -> Any:
+    """Train in the folder of a run; return the module."""
+    cfg = compose_application([*overrides, f"run={folder.name}", f"root={folder.parent}"])
+    checked = check_config(cfg)
+    RunFolder(folder).write(OmegaConf.masked_copy(cfg, [*TOP]))
+    L.seed_everything(0, verbose=False)
+    module, data = build_parts(checked)
+    trainer = make_trainer(L, **trainer_arguments(checked.solo), max_steps=4, limit_val_batches=0)
+    trainer.fit(module, data)
+    trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt")
+    return module
+
+
+def test_a_run_is_exported_with_the_weights_that_it_was_trained_with(
+    make_trainer: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = finished(tmp_path / "run", make_trainer, AWARE)
+    assert run([str(tmp_path / "run"), "--format", "quantized"]) == 0
+    printed, folder = capsys.readouterr().out, tmp_path / "run" / "checkpoints" / "last-quantized"
+    for text in ("4 Linear with 3 bits in groups of 8", "validation/loss: ", "seconds of", "trained with these"):
+        assert text in printed
+    loaded = load(type(module)(**module.hparams), folder)
+    rounding, ids = Rounding(3, 8), torch.arange(16)[None]
+    round_weights(chosen_layers(module, rounding).layers.values(), rounding)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids), module.eval()(ids))
+    with pytest.raises(CheckpointError, match="--force"):
+        write_quantized(tmp_path / "run")
+
+
+def test_any_run_is_exported_after_training(make_trainer: Make, tmp_path: Path) -> None:
+    module = finished(tmp_path / "run", make_trainer, TINY)
+    source, output = tmp_path / "run" / "checkpoints" / "last.ckpt", tmp_path / "few"
+    with pytest.raises(PresetError, match=mentions("--group-size 32", "--group-size 16")):
+        write_quantized(source, output)
+    lines = write_quantized(source, output, bits=8, group_size=0, layers=["*.mlp.*", "head"])
+    assert "quantization after training" in lines
+    export_quantized(module, tmp_path / "same", 8, 0, layers=["*.mlp.*", "head"])
+    for name in ("model.safetensors", "config.json", "load.py"):
+        assert (output / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
+    layers = json.loads((output / "config.json").read_text(encoding="utf-8"))["layers"]
+    assert sorted(layers) == ["blocks.0.mlp.down", "blocks.0.mlp.up", "embedding", "head"]
+
+
+def test_a_checkpoint_without_its_run_is_refused(tmp_path: Path) -> None:
+    torch.save({"state_dict": {"weight": torch.zeros(2)}}, tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match=mentions("solo.export_quantized(module, 'folder')")):
+        run([str(tmp_path / "last.ckpt"), "--format", "quantized"])
+    with pytest.raises(PresetError, match="--bits"):
+        run([str(tmp_path / "last.ckpt"), "--bits", "4"])
