@@ -148,7 +148,7 @@ def check_solo(arguments: list[str]) -> None:
         options = results_command._parser().parse_args(rest)
         assert options.sort in results_command.COLUMNS
     elif name == "convert":
-        assert convert_command.parse(rest).to == "plain"
+        assert convert_command.parse(rest).to in ("plain", "compact")
     elif name == "export":
         export_command.parse(rest)
     elif name == "generate":

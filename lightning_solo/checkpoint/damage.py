@@ -16,6 +16,8 @@ LAST = Path("checkpoints", "last.ckpt")
 THREADS = 2
 """Threads that read a file to compare its checksums."""
 BLOCK = 1 << 20
+FOLDER = 0x10
+"""Attribute of an archive's entry that is a folder, which torch reads as empty."""
 
 
 def loaded(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +64,8 @@ def damage(path: Path) -> str | None:
 def _changed(path: Path, entries: list[zipfile.ZipInfo]) -> str | None:
     with zipfile.ZipFile(path) as archive:
         for entry in entries:
+            if entry.external_attr & FOLDER:
+                return f"{entry.filename} is marked as a folder"
             try:
                 with archive.open(entry) as content:
                     while content.read(BLOCK):

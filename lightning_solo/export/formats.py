@@ -32,6 +32,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 """The types of exported weights."""
 BASES = ("dequantized", "original")
 """The weights of a base in 4 or 8 bits to which an adapter can be added."""
+FORMS = ("plain", "compact")
+"""The forms of a checkpoint's optimizer states, as `lightning-solo convert --to` takes them."""
 START = "start"
 """The teacher that is a copy of a module as its fit begins."""
 TEACHER_DTYPES = ("auto", "float32", "bfloat16", "float16")

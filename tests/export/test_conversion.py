@@ -108,7 +108,7 @@ def test_plain_file_has_the_bits_of_masters_and_states_and_resumes_in_a_stock_tr
     make_trainer: Make, tmp_path: Path, overrides: list[str]
 ) -> None:
     trainer, path = saved(make_trainer, tmp_path, "compact", overrides)
-    convert_checkpoint(path)
+    convert_checkpoint(path, "plain")
     file = torch.load(tmp_path / "saved-plain.ckpt", weights_only=True)
     original = torch.load(path, weights_only=True)
     (optimizer,) = trainer.optimizers
@@ -155,7 +155,7 @@ def test_training_without_compression_is_continued_exactly(make_trainer: Make, t
     whole = fit(make_trainer, "compact_states", bits, max_epochs=3)
     half, path = saved(make_trainer, tmp_path, "compact_states", bits)
     assert type(half.optimizers[0]) is CompactAdamW
-    convert_checkpoint(path, tmp_path / "plain.ckpt")
+    convert_checkpoint(path, "plain", tmp_path / "plain.ckpt")
     resumed = fit(make_trainer, None, path=tmp_path / "plain.ckpt", max_epochs=3)
     ours, expected = (dict(each.lightning_module.state_dict()) for each in (resumed, whole))
     assert equal(ours, expected, 1e-6)  # torch's AdamW rounds in another order
@@ -174,7 +174,7 @@ def test_checkpoint_before_the_first_step_and_of_an_open_window(make_trainer: Ma
     make_trainer(lightning.pytorch, **kwargs).fit(module_of(), loader(10, 8, WIDTH))
     ((step, weights),) = exports
     assert step == 0
-    lines = convert_checkpoint(path)
+    lines = convert_checkpoint(path, "plain")
     assert re.search(mentions("left out", "window"), "\n".join(lines))
     file = torch.load(tmp_path / "open-plain.ckpt", weights_only=True)
     assert set(file["optimizer_states"][0]) == {"state", "param_groups"}
@@ -205,7 +205,7 @@ def test_each_of_two_optimizers_is_converted(make_trainer: Make, tmp_path: Path)
     (compact, other), named = trainer.optimizers, dict(module.named_parameters())
     for optimizer, weight in ((compact, "net.blocks.0.up.weight"), (other, "net.image.weight")):
         assert equal(masters[weight], optimizer.master_weight(named[weight]).cpu())
-    convert_checkpoint(path)
+    convert_checkpoint(path, "plain")
     file = torch.load(tmp_path / "saved-plain.ckpt", weights_only=True)
     assert equal(file["state_dict"]["net.image.weight"], masters["net.image.weight"])
     both = [compact.adamw_state_dict()["state"], {n: dict(s) for n, s in other.state_dict()["state"].items()}]
@@ -221,13 +221,29 @@ def test_each_of_two_optimizers_is_converted(make_trainer: Make, tmp_path: Path)
 # --- back ---
 
 
-def test_run_with_compact_states_continues_from_the_plain_file_to_the_bit(make_trainer: Make, tmp_path: Path) -> None:
+def test_back_is_the_file_with_the_same_states(make_trainer: Make, tmp_path: Path) -> None:
     _, path = saved(make_trainer, tmp_path)
     whole = fit(make_trainer, "compact", path=path, max_epochs=3)
-    convert_checkpoint(path, tmp_path / "plain.ckpt")
-    back = fit(make_trainer, "compact", path=tmp_path / "plain.ckpt", max_epochs=3)
+    convert_checkpoint(path, "plain", tmp_path / "plain.ckpt")
+    convert_checkpoint(tmp_path / "plain.ckpt", "compact", tmp_path / "back.ckpt")
+    assert (tmp_path / "back.ckpt").stat().st_size < 0.6 * (tmp_path / "plain.ckpt").stat().st_size
+    back = fit(make_trainer, "compact", path=tmp_path / "back.ckpt", max_epochs=3)
     assert equal(plain_optimizer(back), plain_optimizer(whole))
     assert equal(solo.export_weights(back.lightning_module), solo.export_weights(whole.lightning_module))
+    convert_checkpoint(tmp_path / "back.ckpt", "plain", tmp_path / "again.ckpt")
+    again, plain = (torch.load(tmp_path / name, weights_only=True) for name in ("again.ckpt", "plain.ckpt"))
+    assert equal(again["optimizer_states"], plain["optimizer_states"])
+    assert equal(again["state_dict"], plain["state_dict"])
+
+
+def test_file_of_a_stock_trainer_becomes_compact_as_when_it_is_resumed(make_trainer: Make, tmp_path: Path) -> None:
+    _, path = saved(make_trainer, tmp_path, None)
+    convert_checkpoint(path, "compact")
+    ours, plain = (
+        fit(make_trainer, "compact", path=each, max_epochs=3) for each in (tmp_path / "saved-compact.ckpt", path)
+    )
+    assert equal(plain_optimizer(ours), plain_optimizer(plain))
+    assert equal(solo.export_weights(ours.lightning_module), solo.export_weights(plain.lightning_module))
 
 
 # --- without conversion ---
@@ -260,7 +276,7 @@ def test_stock_trainer_resumes_other_optimizers_from_the_masters(make_trainer: M
     trainer, path = saved(make_trainer, tmp_path, "split_weights", module=module_of(kind, **options))
     masters = solo.export_weights(trainer.lightning_module)
     with pytest.raises(NothingToDoError, match=mentions(str(path), "as it is")):
-        convert_checkpoint(path)
+        convert_checkpoint(path, "plain")
     resumed = fit(make_trainer, None, path=path, module=module_of(kind, **options), max_epochs=2)  # no step is left
     assert equal({k: v.cpu() for k, v in resumed.lightning_module.state_dict().items()}, masters)
     assert fit(make_trainer, None, path=path, module=module_of(kind, **options), max_epochs=3).global_step == 30
@@ -272,7 +288,7 @@ def test_other_bits_are_refused_by_the_bits_of_the_file(make_trainer: Make, tmp_
     named = "callback.compact_states.master_bits=24 callback.compact_states.moment_bits=8"
     with pytest.raises(CheckpointError, match=mentions(named, "lightning-solo convert FILE --to plain")):
         fit(make_trainer, "compact", other, path=path, max_epochs=2)
-    convert_checkpoint(path)
+    convert_checkpoint(path, "plain")
     assert fit(make_trainer, "compact", other, path=tmp_path / "saved-plain.ckpt", max_epochs=2).global_step == 20
 
 
@@ -281,22 +297,25 @@ def test_other_bits_are_refused_by_the_bits_of_the_file(make_trainer: Make, tmp_
 
 def test_what_cannot_be_converted_is_refused(make_trainer: Make, tmp_path: Path) -> None:
     trainer, path = saved(make_trainer, tmp_path, None, max_epochs=1)
-    with pytest.raises(PresetError, match=mentions("--to compact", "--to plain")):
-        parse([str(path), "--to", "compact"])
+    with pytest.raises(PresetError, match=mentions("--to plane", "did you mean 'plain'", "compact")):
+        parse([str(path), "--to", "plane"])
     with pytest.raises(NothingToDoError, match=mentions("as it is")):
-        convert_checkpoint(path)
-    (tmp_path / "saved-plain.ckpt").touch()
-    with pytest.raises(CheckpointError, match=mentions("saved-plain.ckpt", "--force")):
-        convert_checkpoint(path)
+        convert_checkpoint(path, "plain")
+    (tmp_path / "saved-compact.ckpt").touch()
+    with pytest.raises(CheckpointError, match=mentions("saved-compact.ckpt", "--force")):
+        convert_checkpoint(path, "compact")
+    convert_checkpoint(path, "compact", overwrite=True)
+    with pytest.raises(NothingToDoError, match=mentions("saved-compact.ckpt")):
+        convert_checkpoint(tmp_path / "saved-compact.ckpt", "compact")
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     with pytest.raises(CheckpointError, match=mentions("optimizer states", f"lightning-solo export {tmp_path}")):
-        convert_checkpoint(tmp_path / "weights.ckpt")
+        convert_checkpoint(tmp_path / "weights.ckpt", "plain")
     checkpoint = torch.load(path, weights_only=True)
     torch.save({**checkpoint, "hyper_parameters": {"folder": tmp_path}}, path)
     with pytest.raises(CheckpointError, match=mentions("pathlib.PosixPath", "save_hyperparameters(ignore=")):
-        convert_checkpoint(path, overwrite=True)
+        convert_checkpoint(path, "compact", overwrite=True)
     with pytest.raises(CheckpointError, match=mentions("resume it once", "trainer.save_checkpoint")):
-        convert_checkpoint(SAVED / "compact_states.ckpt", tmp_path / "old.ckpt")
+        convert_checkpoint(SAVED / "compact_states.ckpt", "plain", tmp_path / "old.ckpt")
     with pytest.raises(CheckpointError, match=mentions("resume it once", "trainer.save_checkpoint")):
         solo.export_weights(SAVED / "compact_states.ckpt")
     assert not (tmp_path / "old.ckpt").exists()
@@ -309,7 +328,7 @@ def test_command_writes_the_file_that_it_names(
     for arguments, code, words in (
         ([str(path), "--to", "plain"], 0, [str(tmp_path / "saved-plain.ckpt"), "24 bits"]),
         ([str(path), "--to", "plain"], 2, ["--force"]),
-        ([str(path)], 2, ["--to plain"]),
+        ([str(path)], 2, ["--to plain|compact"]),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["convert", *arguments])
