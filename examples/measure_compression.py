@@ -93,59 +93,82 @@ def held_out(module: Any) -> float:
 
 
 STUDENT_STEPS, SEEDS = 250, (1, 2, 3)
+ROUNDS, TIMED_STEPS = 7, 40
+Callbacks = Callable[[], list[Any]]
 
 
 def distillation() -> dict[str, Any]:
-    """Measure students of 124,672 parameters alone, with the live base as teacher, and from 16 draws of it.
+    """Measure the losses of students alone, with the live base as teacher, and from 16 draws of it.
 
-    The seed is that of the student's weights and of the order of the data. Times are medians over steps of runs that
-    take turns.
+    The seed is that of the student's weights and of the order of the data.
     """
-    import lightning_solo as solo
-    from lightning_solo.reference.stdlib_text import StdlibText
-
     teacher, folder = base(), Path(tempfile.mkdtemp())
-    ways: dict[str, Callable[[int], list[Any]]] = {
-        "alone": lambda seed: [],
-        "live teacher": lambda seed: [solo.Distillation.from_module(copy.deepcopy(teacher), alpha=1.0)],
-        "half of the loss from the live teacher": lambda seed: [
-            solo.Distillation.from_module(copy.deepcopy(teacher), alpha=0.5)
-        ],
-        "16 draws from a file": lambda seed: [solo.Distillation(labels=str(folder / f"{seed}.soft"), alpha=1.0)],
-    }
-    losses: dict[str, list[float]] = {name: [] for name in ways}
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    losses: dict[str, list[float]] = {}
     for seed in SEEDS:
-        options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False}
-        print(
-            solo.write_soft_labels(
-                student(seed), StdlibText(seed=seed), teacher, folder / f"{seed}.soft", batches=STUDENT_STEPS, **options
-            )
-        )
-        for name, callbacks in ways.items():
-            watch = StepTimes()
-            trained = train(student(seed), STUDENT_STEPS, [*callbacks(seed), watch], seed)
-            losses[name].append(held_out(trained))
-            times[name] += watch.seconds
-            print(seed, name, losses[name][-1], statistics.median(watch.seconds))
-    alone = statistics.mean(losses["alone"]), statistics.median(times["alone"])
-    size = (folder / f"{SEEDS[0]}.soft").stat().st_size
+        file = folder / f"{seed}.soft"
+        write_labels(seed, teacher, file, STUDENT_STEPS)
+        for name, callbacks in ways(teacher, file).items():
+            trained = train(student(seed), STUDENT_STEPS, callbacks(), seed)
+            losses.setdefault(name, []).append(held_out(trained))
+            print(seed, name, losses[name][-1])
+    alone = statistics.mean(losses["alone"])
     return {
         "teacher": held_out(teacher),
         "student_parameters": sum(p.numel() for p in student(1).parameters()),
         "student_steps": STUDENT_STEPS,
         "seeds": list(SEEDS),
-        "bytes_per_position": round(size / (STUDENT_STEPS * 16 * 128), 2),
+        "bytes_per_position": round(file.stat().st_size / (STUDENT_STEPS * 16 * 128), 2),
         "ways": [
             {
                 "way": name,
-                "losses": losses[name],
-                "mean": round(statistics.mean(losses[name]), 4),
-                "better_than_alone": round(alone[0] - statistics.mean(losses[name]), 4),
-                "step_of_alone": round(statistics.median(times[name]) / alone[1], 2),
+                "losses": each,
+                "mean": round(statistics.mean(each), 4),
+                "better_than_alone": round(alone - statistics.mean(each), 4),
             }
-            for name in ways
+            for name, each in losses.items()
         ],
+    }
+
+
+def distillation_steps() -> dict[str, Any]:
+    """Measure the steps of the same students: the least median of several short runs that take turns."""
+    teacher, file = base(), Path(tempfile.mkdtemp()) / "labels.soft"
+    write_labels(SEEDS[0], teacher, file, TIMED_STEPS)
+    medians: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for name, callbacks in ways(teacher, file).items():
+            watch = StepTimes()
+            train(student(SEEDS[0]), TIMED_STEPS, [*callbacks(), watch], SEEDS[0])
+            medians.setdefault(name, []).append(statistics.median(watch.seconds))
+    least = {name: min(each) for name, each in medians.items()}
+    steps = [
+        {"way": name, "step_ms": round(1000 * s, 2), "of_alone": round(s / least["alone"], 2)}
+        for name, s in least.items()
+    ]
+    return {"rounds": ROUNDS, "steps_per_round": TIMED_STEPS, "ways": steps}
+
+
+def write_labels(seed: int, teacher: Any, file: Path, batches: int) -> None:
+    """Write 16 draws for the first batches in the order of a seed."""
+    import lightning_solo as solo
+    from lightning_solo.reference.stdlib_text import StdlibText
+
+    options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False}
+    print(solo.write_soft_labels(student(seed), StdlibText(seed=seed), teacher, file, batches=batches, **options))
+
+
+def ways(teacher: Any, file: Path) -> dict[str, Callbacks]:
+    """Return the callbacks of each way to train a student."""
+    import lightning_solo as solo
+
+    def live(alpha: float) -> list[Any]:
+        return [solo.Distillation.from_module(copy.deepcopy(teacher), alpha=alpha)]
+
+    return {
+        "alone": list,
+        "live teacher": lambda: live(1.0),
+        "half of the loss from the live teacher": lambda: live(0.5),
+        "16 draws from a file": lambda: [solo.Distillation(labels=str(file), alpha=1.0)],
     }
 
 
@@ -322,6 +345,7 @@ def main() -> None:
 MEASURED: dict[str, Callable[[], dict[str, Any]]] = {
     "control": lambda: {"base": held_out(base()), "control": held_out(more())},
     "distillation": distillation,
+    "distillation_steps": distillation_steps,
     "quantization": quantization,
 }
 

@@ -30,6 +30,7 @@ from lightning_solo.cli import export as export_command
 from lightning_solo.cli import generate as generate_command
 from lightning_solo.cli import predict as predict_command
 from lightning_solo.cli import results as results_command
+from lightning_solo.cli import soft_labels as soft_labels_command
 from lightning_solo.cli.command_line import check_command_line
 from lightning_solo.cli.ladder_line import compose_base
 from lightning_solo.cli.ladder_line import parse as parse_ladder
@@ -155,6 +156,8 @@ def check_solo(arguments: list[str]) -> None:
         generate_command.parse(rest)
     elif name == "predict":
         predict_command.parse(rest)
+    elif name == "soft-labels":
+        check_command_line(soft_labels_command.parse(rest).overrides)
     elif name == "report":
         assert len(rest) == 1
     elif name == "doctor":
@@ -296,7 +299,7 @@ def test_paths_and_targets_that_it_names_exist(page: Page) -> None:
         assert (page.path.parent / target).is_file(), target
     for command in re.findall(r"`make (\w+)", page.text):
         check_make([command])
-    for command in re.findall(r"`lightning-solo (\w+)", page.text):
+    for command in re.findall(r"`lightning-solo (\w+(?:-\w+)*)", page.text):
         assert command in COMMANDS, command
 
 

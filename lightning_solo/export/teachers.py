@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def make_teacher(
     student: nn.Module,
     device: torch.device,
     dtype: str,
-    start: dict[str, Tensor] | None = None,
+    start: Mapping[str, Tensor] | None = None,
     *,
     streamed: bool = False,
 ) -> Teacher:

@@ -46,12 +46,13 @@ class Calls:
     """Records the outermost calls of parts whose output are logits, by hooks, until `remove`.
 
     Args:
-        parts: name -> part; a call within a call isn't recorded.
+        parts: name -> part.
     """
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         self.calls: list[Call] = []
-        self._depth, self._is_on = 0, False
+        self._before: list[int] = []  # calls when each of those that run began
+        self._is_on = False
         self._hooks: list[Any] = []
         for name, part in parts.items():
             self._hooks.append(part.register_forward_pre_hook(self._enter))
@@ -61,7 +62,7 @@ class Calls:
     @contextmanager
     def recording(self) -> Iterator[list[Call]]:
         """Yield the list that gets the calls within this context; it is empty again after it."""
-        self._depth, self._is_on, self.calls = 0, True, []
+        self._before, self._is_on, self.calls = [], True, []
         try:
             yield self.calls
         finally:
@@ -73,12 +74,12 @@ class Calls:
             hook.remove()
 
     def _enter(self, part: nn.Module, args: Any) -> None:
-        self._depth += 1
+        self._before.append(len(self.calls))
 
     def _leave(self, name: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._depth = max(self._depth - 1, 0)
-        if self._is_on and not self._depth and (logits := logits_of(output)) is not None:
-            self.calls.append(Call(name, args, kwargs, logits))
+        before = self._before.pop() if self._before else 0
+        if self._is_on and (logits := logits_of(output)) is not None:
+            self.calls[before:] = [Call(name, args, kwargs, logits)]  # in the place of those within it
 
 
 def logits_of(output: Any) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,41 @@ def test_wrong_files_are_refused_in_training(make_trainer: Make, tmp_path: Path)
             write(tmp_path / "other", **options)
     with pytest.raises(CheckpointError, match=mentions("no batch")):
         write(tmp_path / "other", data=texts(0))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("of_labels", [False, True])
+def test_chats_learn_from_a_larger_folder(make_trainer: Make, tmp_path: Path, of_labels: bool) -> None:
+    pytest.importorskip("transformers")
+    from lightning_solo.fine_tuning.causal_lm import HFCausalLM
+    from lightning_solo.fine_tuning.chat import ChatData
+    from tests.fine_tuning.conftest import conversations, save_model
+
+    student, teacher = save_model(tmp_path / "student"), save_model(tmp_path / "teacher", hidden_size=32)
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text("".join(json.dumps(row) + "\n" for row in conversations(14)))
+
+    def data() -> ChatData:  # batches of 3 rows, padded to the longest
+        return ChatData(
+            str(chats), str(student), batch_size=3, max_length=128, validation_share=0.0, cache=str(tmp_path / "cache")
+        )
+
+    settings: dict[str, Any] = {"teacher": str(teacher)}
+    if of_labels:
+        line = solo.write_soft_labels(HFCausalLM(str(student)), data(), str(teacher), tmp_path / "labels", **QUIET)
+        assert "14 rows" in line
+        settings = {"labels": str(tmp_path / "labels")}
+    runs = []
+    for chunks in (None, solo.ChunkedCrossEntropy(chunk_tokens=16)):
+        losses = Losses()
+        torch.manual_seed(1)
+        trainer = make_trainer(L, callbacks=[Distillation(**settings, alpha=0.7), losses], max_epochs=2)
+        trainer.callbacks += [chunks] if chunks else []
+        trainer.fit(HFCausalLM(str(student), warmup_steps=1), data())
+        runs.append(losses.parts)
+    assert len(runs[0]) == 10
+    assert runs[0][0][0] > 1e-3
+    assert runs[1] == [pytest.approx(each, rel=1e-3) for each in runs[0]]
 
 
 @pytest.mark.long

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from lightning_solo.nn.teacher import (
     of_same_shape,
 )
 from lightning_solo.seams.run import Run
-from lightning_solo.seams.technique import Technique
+from lightning_solo.seams.technique import Checkpoint, Technique
 from lightning_solo.techniques.distillation.card import CARD, TEACHER, Settings
 from lightning_solo.units import format_bytes
 
@@ -53,6 +55,7 @@ class Distillation(Technique, Settings):
         self._labels: SoftLabels | None = None
         self._calls: Calls | None = None
         self._start: dict[str, Tensor] | None = None  # weights of the copy, from a checkpoint
+        self._plain: nn.Module | None = None  # the module before a checkpoint's weights and adapters
 
     @classmethod
     def from_module(cls, module: nn.Module, **settings: Any) -> Distillation:
@@ -68,6 +71,9 @@ class Distillation(Technique, Settings):
         distillation = cls(**settings)
         distillation._module = module
         return distillation
+
+    def checkpoint(self, ctx: Run) -> Checkpoint:
+        return _Saved(self, ctx.module)
 
     def transform(self, ctx: Run) -> None:
         """Make the teacher, or open the file of its labels.
@@ -95,8 +101,9 @@ class Distillation(Technique, Settings):
         source = self._module if self._module is not None else self.teacher
         if source is None:
             raise PresetError(f"{OPTION} has no teacher; write {TEACHER}")
+        student, self._plain = ctx.module if self._plain is None else self._plain, None
         teacher = self._teacher = make_teacher(
-            source, ctx.module, ctx.device, self.dtype, self._start, streamed=self.streamed
+            source, student, ctx.device, self.dtype, self._start, streamed=self.streamed
         )
         where = "a module" if self._module is not None else str(self.teacher)
         ctx.info(
@@ -177,4 +184,17 @@ class Distillation(Technique, Settings):
     def _forget(self) -> None:
         if self._teacher is not None:
             self._teacher.close()
-        self._teacher = self._labels = self._calls = self._start = None
+        self._teacher = self._labels = self._calls = self._start = self._plain = None
+
+
+class _Saved(Checkpoint):
+    """Keeps a copy of the module as it is before a checkpoint's adapters, for the copy's weights."""
+
+    def __init__(self, technique: Distillation, module: nn.Module) -> None:
+        self._technique, self._module = technique, module
+
+    @contextmanager
+    def loading_weights(self) -> Iterator[None]:
+        if self._technique.teacher == START:
+            self._technique._plain = copy.deepcopy(self._module)
+        yield
