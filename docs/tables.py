@@ -556,6 +556,31 @@ def quantized_loading_table(result: dict[str, Any]) -> str:
     )
 
 
+def distillation_table(result: dict[str, Any]) -> str:
+    """Return the losses of students alone and with a teacher, for each seed."""
+    rows = [
+        [row["way"], *map(str, row["losses"]), str(row["mean"]), str(row["better_than_alone"])]
+        for row in result["ways"]
+    ]
+    explained = (
+        f"Validation loss of students of {result['student_parameters']:,} parameters after {result['student_steps']}"
+        f" steps, in nats per byte; that of their teacher, a byte GPT of 842,496 parameters, is {result['teacher']}."
+        f" The file takes {result['bytes_per_position']} bytes per position."
+    )
+    seeds = [f"seed {seed}" for seed in result["seeds"]]
+    return table(["way", *seeds, "mean", "better than alone"], rows) + note(result, result["command"], explained)
+
+
+def distillation_steps_table(result: dict[str, Any]) -> str:
+    """Return the time of a student's step alone and with a teacher."""
+    rows = [[row["way"], str(row["step_ms"]), str(row["of_alone"])] for row in result["ways"]]
+    explained = (
+        f"The least median of {result['rounds']} runs of {result['steps_per_round']} steps that take turns, on one"
+        " thread."
+    )
+    return table(["way", "step, ms", "of alone"], rows) + note(result, result["command"], explained)
+
+
 def formats() -> str:
     """Return which formats of low precision each device that can be planned for multiplies in."""
     rows = []
@@ -863,6 +888,8 @@ TABLES = {
     "padding_cpu.json": padding_table,
     "optimizers_cpu.json": optimizers_table,
     "quantized_loading_cpu.json": quantized_loading_table,
+    "distillation_cpu.json": distillation_table,
+    "distillation_steps_cpu.json": distillation_steps_table,
     "step_cost.json": step_cost_table,
     "sweep_cpu.json": sweep_table,
     "plan_byte_gpt_1b.json": plan_table,

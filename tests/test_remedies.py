@@ -367,7 +367,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
     },
     "on the command line, in shells and files": {
         "checkpoint/manifest.py": 1,
-        "cli/__init__.py": 1,
+        "cli/__init__.py": 2,
         "cli/command_line.py": 6,
         "cli/convert.py": 2,
         "cli/export.py": 1,

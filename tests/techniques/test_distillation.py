@@ -21,7 +21,7 @@ from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoErr
 from lightning_solo.export.soft_labels import write_soft_labels
 from lightning_solo.nn.divergence import divergence, divergence_from_draws
 from lightning_solo.nn.teacher import Call, Calls, counted_positions, labels_of_losses
-from lightning_solo.optim.schedules import warmup_cosine
+from lightning_solo.optim.schedules import factor_at
 from lightning_solo.presets.compose import compose
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
@@ -73,7 +73,7 @@ def test_loss_is_that_of_a_loop_by_hand(make_trainer: Make) -> None:
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
     for step, batch in enumerate(texts()):
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * warmup_cosine(step, warmup_steps=50, total_steps=4)
+            group["lr"] = 1e-3 * factor_at(step, warmup_steps=50, total_steps=4)
         logits = reference(batch[:, :-1]).flatten(0, 1)
         wanted = (teacher(batch[:, :-1]).detach().flatten(0, 1) / 2).log_softmax(-1)
         own = F.cross_entropy(logits, batch[:, 1:].flatten().long())
