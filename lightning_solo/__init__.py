@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lightning_solo.checkpoint.manifest import latest_checkpoint as latest_checkpoint
     from lightning_solo.export.adapter_files import load_adapters as load_adapters
     from lightning_solo.export.adapter_files import merge_adapters as merge_adapters
+    from lightning_solo.export.graphs import export_graph as export_graph
     from lightning_solo.export.pretrained import export_pretrained as export_pretrained
     from lightning_solo.export.quantized import export_quantized as export_quantized
     from lightning_solo.export.soft_labels import write_soft_labels as write_soft_labels
@@ -60,6 +61,7 @@ _HOME = {
     **dict.fromkeys(("load_adapters", "merge_adapters"), "lightning_solo.export.adapter_files"),
     "remove_adapters": "lightning_solo.nn.adapter_merging",
     "use_adapter": "lightning_solo.nn.adaptation",
+    "export_graph": "lightning_solo.export.graphs",
     "export_pretrained": "lightning_solo.export.pretrained",
     "export_quantized": "lightning_solo.export.quantized",
     "export_weights": "lightning_solo.export.weights",

@@ -75,6 +75,9 @@ LATE = {
     "safetensors",
     "datasets",
     "tokenizers",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
 }
 BACK_END_FACTS = "lightning_solo.optim.back_end_facts"  # without torch: presets are checked against them
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

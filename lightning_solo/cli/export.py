@@ -1,4 +1,4 @@
-"""`lightning-solo export RUN|FILE --format weights|hf|adapter|gguf|quantized`: writes what others read."""
+"""`lightning-solo export RUN|FILE --format weights|hf|gguf|onnx|...`: writes what others read."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lightning_solo.errors import PresetError, nearest
 from lightning_solo.export.formats import BASES, DTYPES, FORMATS
 
 TAKES = (
-    "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf|quantized] [--dtype fp32|bf16|fp16]"
-    " [--output PATH] [--live] [--force], but for weights also [--base-folder FOLDER] [--tokenizer FOLDER], with hf and"
-    " gguf [--base dequantized|original], with hf [--shard-size 5GB], with gguf [--llama-cpp FOLDER]"
-    " [--quantize q4_k_m], with quantized [--bits 4] [--group-size 32] [--activations int8] [--layers PATTERN,...]"
-    " [--allow PREFIX]"
+    "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf|quantized|onnx|torch_export]"
+    " [--output PATH] [--force]; of weights, hf, adapter and gguf [--dtype fp32|bf16|fp16] [--live]; of hf, adapter and"
+    " gguf [--base-folder FOLDER] [--tokenizer FOLDER]; of hf and gguf [--base dequantized|original]; of hf"
+    " [--shard-size 5GB]; of gguf [--llama-cpp FOLDER] [--quantize q4_k_m]; of quantized [--bits 4] [--group-size 32]"
+    " [--activations int8] [--layers PATTERN,...]; of onnx and torch_export [--batch 1:1024] [--length 1:512]; of these"
+    " three [--allow PREFIX]"
 )
 _CHOICES = {"format": tuple(FORMATS), "dtype": DTYPES, "base": BASES}
 
@@ -63,6 +64,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     others.add_argument(
         "--live", action="store_true", default=None, help="the trained weights, where there is an average of them"
     )
+    others.add_argument("--batch", metavar="MIN:MAX", help="rows that a graph takes, by default 1:1024; N fixes them")
+    others.add_argument("--length", metavar="MIN:MAX", help="second dimension of a graph's inputs, by default fixed")
     options = parser.parse_args(arguments)
     for name, allowed in _CHOICES.items():
         value = getattr(options, name)

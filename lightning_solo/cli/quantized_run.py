@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_solo.cli.trained_run import TrainedRun, open_run
+from lightning_solo.cli.trained_run import TrainedRun, run_of
 from lightning_solo.errors import CheckpointError, SoloError
 
 BATCHES = 16
@@ -48,7 +48,7 @@ def write_quantized(
         SoloError: as `export_quantized`.
     """
     sys.path.insert(0, str(Path.cwd()))  # it has the user's module, and a console script lacks it
-    run = _run(source, allow)
+    run = run_of(source, allow, "solo.export_quantized(module, 'folder')")
     from lightning_solo.export.quantized import export_quantized
     from lightning_solo.export.sources import read
     from lightning_solo.export.weights import source_of
@@ -78,18 +78,6 @@ def write_quantized(
 
 def _option(match: re.Match[str]) -> str:
     return f"--{match[1].replace('_', '-')} "
-
-
-def _run(source: Path, allow: Sequence[str]) -> TrainedRun:
-    if source.is_dir():
-        return open_run(source, allow=allow)
-    folder = source.parent.parent
-    if source.is_file() and not (folder / "config.yaml").is_file():
-        raise CheckpointError(
-            f"{source}: {folder} is no run of lightning-solo train, so its module is unknown; write"
-            " solo.export_quantized(module, 'folder') in Python"
-        )
-    return open_run(folder, str(source), allow=allow)
 
 
 def _parts(run: TrainedRun) -> tuple[Any, Any]:

@@ -99,6 +99,28 @@ def open_run(
     return TrainedRun(folder, weights, replace(checked, model=_as_trained(checked.model, weights)), cfg.seed)
 
 
+def run_of(source: Path, allow: Sequence[str], in_python: str) -> TrainedRun:
+    """Return the run that a folder or one of its checkpoints belongs to.
+
+    Args:
+        source: the folder or the checkpoint.
+        allow: prefixes of code that may be imported.
+        in_python: a call that needs no run, for the message.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if source.is_dir():
+        return open_run(source, allow=allow)
+    folder = source.absolute().parents[1]
+    if source.is_file() and not (folder / "config.yaml").is_file():
+        raise CheckpointError(
+            f"{source}: {folder} is no run of lightning-solo train, so its module is unknown; write {in_python} in"
+            " Python"
+        )
+    return open_run(folder, str(source), allow=allow)
+
+
 def _checkpoint(folder: Path, name: str) -> Path:
     from lightning_solo.cli.generate import best_of
     from lightning_solo.export.sources import checkpoint_of

@@ -17,6 +17,7 @@ class Format(NamedTuple):
     options: tuple[str, ...]
 
 
+_GRAPH = "lightning_solo.cli.export_graph:write_graph"
 _FOLDER = "lightning_solo.export.pretrained:export_pretrained"
 FORMATS = {
     "weights": Format("lightning_solo.export.weights:write_weights", ("dtype", "live")),
@@ -26,6 +27,8 @@ FORMATS = {
     "quantized": Format(
         "lightning_solo.cli.quantized_run:write_quantized", ("bits", "group_size", "activations", "layers", "allow")
     ),
+    "onnx": Format(_GRAPH, ("batch", "length", "allow")),
+    "torch_export": Format(_GRAPH, ("batch", "length", "allow")),
 }
 """Name of a format -> how it is written."""
 DTYPES = ("fp32", "bf16", "fp16")

@@ -18,7 +18,7 @@ from lightning_solo.export.sources import checkpoint_of, engine_folder, new_file
 from lightning_solo.machine import is_installed
 from lightning_solo.nn.quantized import quantized_weights_of, with_plain_weights
 from lightning_solo.optim.averages import AVERAGE, averaged_weights
-from lightning_solo.optim.checkpoint_masters import RECORD, bits_of, masters_of, place
+from lightning_solo.optim.checkpoint_masters import RECORD, bits_of, masters_of, place, with_masters
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.optim.split_weights import joined
@@ -145,13 +145,11 @@ def _with_average(source: Source, average: Mapping[str, Tensor]) -> Source:
 def widest_weights(source: Source) -> dict[str, Tensor]:
     """Return the tensors of a source on the host: master weights in fp32 where there are some, the others as they are.
 
-    Tensors that are on the host already aren't copied.
+    Tensors that are on the host already aren't copied, and tied ones stay tied.
     """
-    return {
-        name: source.masters[name]() if name in source.masters else value.detach().to("cpu")
-        for name, value in source.weights.items()
-        if isinstance(value, Tensor)
-    }
+    tensors = {name: value for name, value in source.weights.items() if isinstance(value, Tensor)}
+    widest = with_masters(tensors, source.masters)
+    return {name: value.detach().to("cpu") for name, value in widest.items()}
 
 
 def _of_module(module: nn.Module) -> tuple[Source, dict[str, Tensor]]:

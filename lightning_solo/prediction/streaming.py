@@ -148,7 +148,7 @@ class _Prediction:
         """
         if isinstance(loader, list | tuple | dict) and not isinstance(loader, DataLoader):
             if not loader:  # which stands for no data
-                return _Batches(())
+                return _Batches(iter(()))
             if len(loader) != 1:
                 raise PresetError(
                     f"{len(loader)} loaders: predictions are of one, so that they have one order; give one"
