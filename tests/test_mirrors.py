@@ -72,6 +72,7 @@ ELSEWHERE = {
     "sweeps/test_optuna.py": "sweeps/pruning",
     "sweeps/test_optuna_space.py": "sweeps/search sweeps/search_settings sweeps/search_space sweeps/study",
     "sweeps/test_server.py": "sweeps/files sweeps/forking",
+    "techniques/test_inplace.py": "nn/inplace",
     "techniques/test_weight_averaging.py": "optim/averages",
     "techniques/test_adapters.py": "export/adapter_files",
     "techniques/test_layer_freezing.py": "nn/freezing optim/group_division",

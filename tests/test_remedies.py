@@ -416,6 +416,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "data/packing.py": 2,
         "nn/attention_kernels.py": 1,
         "nn/blocks.py": 1,
+        "optim/averages.py": 1,
         "optim/state_placement.py": 1,
         "presets/compose.py": 8,
         "presets/devices.py": 3,

@@ -38,12 +38,16 @@ def fields(*cards: Card, precision: str = PRECISION) -> dict[str, Any]:
 
 
 class Attending(Classifier):
-    """A classifier with attention: among the parts of a row."""
+    """A classifier with attention, among the parts of a row, and an activation before its head."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.activation = torch.nn.LeakyReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks(x)
         parts = x.view(len(x), 1, 8, -1)
-        return self.head(x + scaled_dot_product_attention(parts, parts, parts).view(x.shape))
+        return self.head(self.activation(x + scaled_dot_product_attention(parts, parts, parts).view(x.shape)))
 
 
 def module_of(home: ModuleType) -> Any:

@@ -361,6 +361,25 @@ def test_step_that_is_refused_is_no_update(make_trainer: Make) -> None:
     assert len(reference.live) == 10
 
 
+def test_run_that_goes_back_takes_its_average_back(make_trainer: Make, tmp_path: Path) -> None:
+    class Spoils(L.Callback):
+        calls = 0
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            self.calls += 1
+            if self.calls == 7:
+                pl_module.net.head.weight.grad.fill_(torch.nan)
+
+    saves = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4)
+    reference, technique = Reference("swa"), WeightAverage(method="swa")
+    callbacks = [Spoils(), FiniteGuard(policy="rewind"), technique, reference, saves]
+    fit(make_trainer, *callbacks, enable_checkpointing=True)
+    kept = [*reference.live[:4], *reference.live[7:]]  # steps 5 and 6 are taken back, and 7 is not taken
+    assert technique.average.updates == len(kept) == 7
+    for name, value in technique.averaged_weights.items():
+        assert torch.allclose(value, torch.stack([live[name] for live in kept]).mean(0), atol=1e-6)
+
+
 def test_failure_within_a_validation_leaves_the_live_weights(make_trainer: Make) -> None:
     class Fails(L.Callback):
         def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:

@@ -1,0 +1,59 @@
+"""The card of `inplace`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_solo.cards.card import Card
+from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.settings import TechniqueSettings, setting
+from lightning_solo.cards.tracing import Tracing
+
+
+@dataclass(frozen=True)
+class Settings(TechniqueSettings):
+    """Arguments of InPlace."""
+
+    dropouts: bool = setting(True, "also run dropouts in place, not activations alone")
+
+
+def _compiled(settings: Settings, configuration: Configuration) -> str | None:
+    if configuration.has("regional_compilation"):
+        return (
+            "callback.inplace and callback.regional_compilation, which itself decides what is overwritten; write"
+            " ~callback.inplace"
+        )
+    return None
+
+
+def _engine(settings: Settings, configuration: Configuration) -> str | None:
+    if configuration.has("zero_offload"):
+        return (
+            "callback.inplace and strategy=zero_offload, whose engine takes the gradients that are compared; write"
+            " ~callback.inplace, or ~strategy"
+        )
+    return None
+
+
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan what the inputs' readers allow; fake tensors have no gradients to compare."""
+    assumption = "inplace is planned without its comparison of gradients"
+    return replace(tracing, attached=settings, assumptions=(*tracing.assumptions, assumption))
+
+
+CARD = Card(
+    name="inplace",
+    target="lightning_solo.techniques.inplace.technique:InPlace",
+    phase=Phase.SAVED_TENSORS,
+    settings=Settings,
+    saves="of LeakyReLU the input that is saved for backward; of ReLU and dropout one tensor while they run. The bytes"
+    " of the first batch are logged",
+    costs="three passes over the first batch instead of one",
+    numerics="bit-exact: loss and gradients of the first batch are compared to the bit",
+    conflicts="compiled blocks, `zero_offload`, manual optimization",
+    reference="Rota Bulo et al. 2018, In-Place Activated BatchNorm, https://arxiv.org/abs/1712.02616",
+    exact=True,
+    rules=(_compiled, _engine),
+    planned="lightning_solo.techniques.inplace.card:planned",
+)
