@@ -182,6 +182,56 @@ def student(seed: int) -> Any:
     return ByteGPT(width=64, depth=2)
 
 
+AVERAGED_STEPS, DECAYS = 400, (0.9, 0.97, 0.99)
+
+
+def averaging() -> dict[str, Any]:
+    """Measure averages of a byte GPT's weights: its last ones at a constant rate and with a cosine, EMA and SWA.
+
+    One run makes all averages of a seed, since an average doesn't change training.
+    """
+    import lightning as L
+    import torch
+
+    from lightning_solo.optim.averages import Average
+
+    class Averages(L.Callback):
+        def __init__(self) -> None:
+            self.by_name = {f"ema {decay}": Average("ema", decay, on_host=True) for decay in DECAYS}
+            self.by_name["swa of the last 100"] = Average("swa", on_host=True)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            for name, average in self.by_name.items():
+                if not name.startswith("swa") or trainer.global_step > AVERAGED_STEPS - 100:
+                    average.update(dict(pl_module.named_parameters()))
+
+    losses: dict[str, list[float]] = {}
+    for seed in SEEDS:
+        for schedule in ("constant", "cosine"):
+            module, averages = student(seed), Averages()
+            if schedule == "constant":
+                rate = module.optimizer.keywords["lr"]
+                module.configure_optimizers = lambda module=module, rate=rate: torch.optim.AdamW(
+                    module.parameters(), lr=rate, betas=(0.9, 0.95)
+                )
+            train(module, AVERAGED_STEPS, [averages], seed)
+            found = {"last": held_out(module)}
+            for name, average in averages.by_name.items():
+                with torch.no_grad():
+                    for key, p in module.named_parameters():
+                        p.copy_(average.values[key])
+                found[name] = held_out(module)
+            print(seed, schedule, found)
+            for name, loss in found.items():
+                losses.setdefault(f"{schedule} rate, {name}", []).append(loss)
+    return {
+        "parameters": sum(p.numel() for p in student(1).parameters()),
+        "averaged_steps": AVERAGED_STEPS,
+        "seeds": list(SEEDS),
+        "losses": {name: {"each": each, "mean": round(statistics.mean(each), 4)} for name, each in losses.items()},
+    }
+
+
 class StepTimes:
     """Makes a callback with the seconds of each step."""
 
@@ -343,6 +393,7 @@ def main() -> None:
 
 
 MEASURED: dict[str, Callable[[], dict[str, Any]]] = {
+    "averaging": averaging,
     "control": lambda: {"base": held_out(base()), "control": held_out(more())},
     "distillation": distillation,
     "distillation_steps": distillation_steps,

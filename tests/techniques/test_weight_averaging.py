@@ -335,6 +335,26 @@ def test_resumed_run_equals_the_undisturbed_one(make_trainer: Make, tmp_path: Pa
         )
 
 
+def test_checkpoint_of_a_step_that_is_not_yet_in_the_average_resumes_with_it(
+    make_trainer: Make, tmp_path: Path
+) -> None:
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            if trainer.global_step == 5:
+                trainer.save_checkpoint(tmp_path / "5.ckpt")
+
+    def run(path: Path | None) -> Any:
+        callbacks = [Saves(), technique := WeightAverage(decay=0.9)]
+        make_trainer(L, callbacks=callbacks).fit(regression(L, stack()), loader(), ckpt_path=path, weights_only=True)
+        return technique
+
+    whole = run(None)
+    assert torch.load(tmp_path / "5.ckpt", map_location="cpu")["callbacks"]["WeightAverage"]["updates"] == 4
+    rest = run(tmp_path / "5.ckpt")
+    assert rest.average.updates == whole.average.updates == 10
+    assert rest.averaged_weights.keys() == whole.averaged_weights.keys()
+
+
 def test_run_without_the_technique_continues_the_live_weights_and_says_so(
     make_trainer: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -174,7 +174,7 @@ class WeightAverage(Technique, Settings):
             )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Add the last step if a callback saved before this one did; average what is trained from now on."""
+        """Add the last step if the checkpoint was saved before it was added; average what is trained from now on."""
         self._follow(trainer)
         for name in [name for name, p in self._frozen.items() if p.requires_grad]:
             self._parameters[name] = self._frozen.pop(name)
@@ -284,8 +284,6 @@ class WeightAverage(Technique, Settings):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average and the counts."""
-        if self.ctx is not None and self._is_training:
-            self._follow(self.ctx.trainer)
         return {
             "method": self.method,
             "updates": self.average.updates,
