@@ -317,6 +317,21 @@ def moments_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, result["command"], f"{capitalized(result['what'])}.")
 
 
+def averaging_table(result: dict[str, Any]) -> str:
+    """Return the loss of the last weights and of their averages, by schedule."""
+    names = [name.split(", ", 1)[1] for name in result["losses"] if name.startswith("constant")]
+
+    def cell(schedule: str, name: str) -> str:
+        loss = result["losses"][f"{schedule} rate, {name}"]
+        return f"{loss['mean']:.3f} ({', '.join(f'{each:.3f}' for each in loss['each'])})"
+
+    rows = [[name, cell("constant", name), cell("cosine", name)] for name in names]
+    headers = ["weights", "constant learning rate", "cosine to zero"]
+    words = f"Nats per byte on 64 held-out windows after {result['averaged_steps']} steps of a byte GPT of"
+    explained = f"{words} {result['parameters']:,} parameters: the mean of {len(result['seeds'])} seeds (each)."
+    return table(headers, rows) + note(result, result["command"], explained)
+
+
 def activations_table(result: dict[str, Any]) -> str:
     """Return what each way of keeping activations leaves on the device, and what it computes."""
     first = result["rows"][0]
@@ -897,6 +912,7 @@ TABLES = {
     "planner_cpu.json": planner_table,
     "architectures_cpu.json": architectures_table,
     "lightning_suite.json": lightning_suite_table,
+    "averaging_cpu.json": averaging_table,
     "moments_cpu.json": moments_table,
     "chunked_cross_entropy_cpu.json": chunked_loss_table,
     "activation_budget_cpu.json": activation_budget_table,

@@ -103,6 +103,8 @@ def _noted(
         return forward(x)
     key, is_leaf = _key(x.untyped_storage()), x.requires_grad and x.grad_fn is None
     reason = "its input is the batch or a parameter" if key not in mode.born or is_leaf else ""
+    if not x.requires_grad:
+        reason = reason or "its input has no gradient, so this pass doesn't show what a backward needs"
     calls.append(_Call(name, key, _reference(x.untyped_storage()), reason))
     with mode.paused():
         result = _SavesNothing.apply(x, forward)  # type: ignore[no-untyped-call]

@@ -92,6 +92,8 @@ def test_input_that_nothing_else_reads_is_free(use: Any) -> None:
 def test_batches_and_parameters_stay_and_uncalled_parts_are_named() -> None:
     net = nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
     assert free(net) == {"2"}
+    net[1].requires_grad_(False)
+    assert free(net) == set()  # a later step may train it, and then need its result
     parts = {"unused": nn.ReLU(), **candidates(net)}
     assert readers(parts, lambda: net(torch.randn(4, WIDTH)))["unused"] == "isn't called in training"
 

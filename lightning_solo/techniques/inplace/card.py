@@ -27,6 +27,15 @@ def _compiled(settings: Settings, configuration: Configuration) -> str | None:
     return None
 
 
+def _recorded(settings: Settings, configuration: Configuration) -> str | None:
+    if configuration.has("distillation"):
+        return (
+            "callback.inplace and callback.distillation, which records the forwards of a step, and would take the"
+            " check's for them; write ~callback.inplace"
+        )
+    return None
+
+
 def _engine(settings: Settings, configuration: Configuration) -> str | None:
     if configuration.has("zero_offload"):
         return (
@@ -51,9 +60,9 @@ CARD = Card(
     " of the first batch are logged",
     costs="three passes over the first batch instead of one",
     numerics="bit-exact: loss and gradients of the first batch are compared to the bit",
-    conflicts="compiled blocks, `zero_offload`, manual optimization",
+    conflicts="compiled blocks, `distillation`, `zero_offload`, manual optimization",
     reference="Rota Bulo et al. 2018, In-Place Activated BatchNorm, https://arxiv.org/abs/1712.02616",
     exact=True,
-    rules=(_compiled, _engine),
+    rules=(_compiled, _recorded, _engine),
     planned="lightning_solo.techniques.inplace.card:planned",
 )
