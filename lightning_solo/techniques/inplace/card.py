@@ -36,6 +36,17 @@ def _recorded(settings: Settings, configuration: Configuration) -> str | None:
     return None
 
 
+def _unfrozen(settings: Settings, configuration: Configuration) -> str | None:
+    for chosen in configuration.techniques:
+        if chosen.card.name == "layer_freezing" and chosen.settings.milestones:
+            return (
+                "callback.inplace and callback.layer_freezing.milestones, after which backward needs tensors that it"
+                " doesn't need in the first batch; write callback.layer_freezing.milestones=[] and"
+                " callback.layer_freezing.trained_blocks=1, or ~callback.inplace"
+            )
+    return None
+
+
 def _engine(settings: Settings, configuration: Configuration) -> str | None:
     if configuration.has("zero_offload"):
         return (
@@ -60,9 +71,9 @@ CARD = Card(
     " of the first batch are logged",
     costs="three passes over the first batch instead of one",
     numerics="bit-exact: loss and gradients of the first batch are compared to the bit",
-    conflicts="compiled blocks, `distillation`, `zero_offload`, manual optimization",
+    conflicts="compiled blocks, `distillation`, milestones of `layer_freezing`, `zero_offload`, manual optimization",
     reference="Rota Bulo et al. 2018, In-Place Activated BatchNorm, https://arxiv.org/abs/1712.02616",
     exact=True,
-    rules=(_compiled, _recorded, _engine),
+    rules=(_compiled, _recorded, _unfrozen, _engine),
     planned="lightning_solo.techniques.inplace.card:planned",
 )
