@@ -152,7 +152,7 @@ WORDS_IN_COMMON = {
     "export/teachers.py": {"Distillation"},  # a remedy: what to write
     "data/item_cache.py": {"item_cache", "prefetch"},  # the file's name; the mechanism's module
     "data/prefetch.py": {"prefetch"},  # the thread's name
-    "nn": {"chunked_cross_entropy", "attention"},  # the mechanism's function; torch's module
+    "nn": {"chunked_cross_entropy", "attention", "inplace"},  # the mechanism's function; torch's module; its argument
     "optim": {"gradient_release"},  # the module of the mechanism
     "memory/segments.py": {"memory_snapshot"},  # torch's function
     # the operator, which is traced by its fused kernel or by products; the module that simulates CUDA's
