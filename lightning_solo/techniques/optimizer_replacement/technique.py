@@ -275,9 +275,14 @@ def _the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
 
 
 def _drop_schedule(optimizer: Optimizer) -> None:
-    """Set the learning rates as they were before a scheduler's first factor."""
+    """Set the learning rates as they were before a scheduler's first factor.
+
+    One that overwrites them, as `OneCycleLR` does, leaves the ratios of its own, and the optimizer's default.
+    """
+    own, highest = float(optimizer.defaults["lr"]), max(group.get("max_lr", 0.0) for group in optimizer.param_groups)
     for group in optimizer.param_groups:
-        group["lr"] = group.pop("initial_lr", group["lr"])
+        before = group.get("initial_lr", group["lr"])
+        group["lr"] = own * group["max_lr"] / highest if highest and "max_lr" in group else before
         for name in RATES[1:]:
             group.pop(name, None)
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
