@@ -596,6 +596,48 @@ def distillation_steps_table(result: dict[str, Any]) -> str:
     return table(["way", "step, ms", "of alone"], rows) + note(result, result["command"], explained)
 
 
+def quantization_table(result: dict[str, Any]) -> str:
+    """Return the losses of a byte GPT in few bits, the seconds of a step, and the speed of exported layers."""
+    rows = [
+        [
+            str(row["bits"]),
+            str(row["group_size"] or "row"),
+            f"{row['bytes'] / 1e6:.2f}",
+            *(f"{row[key]:.4f}" if key in row else "" for key in ("base", "control", "trained so")),
+            f"{row['share recovered']:.0%}"
+            if row["control"] - result["control"] > 0.01 and "trained so" in row
+            else "",
+        ]
+        for row in result["rows"]
+    ]
+    heads = ["bits", "group", "MB", "base", "control, rounded afterwards", "trained so", "share of the gap recovered"]
+    steps = [[row["way"], f"{row['seconds']:.3f}", f"{row['of fp32']:.2f}"] for row in result["step_times"]]
+    speeds = [
+        [
+            row["way"],
+            f"{row['bytes'] / 1e6:.2f}",
+            *(f"{row[f'batch {size}']:.2f}" for size in (1, 64)),
+            f"{row['error']:.4f}",
+        ]
+        for row in result["inference"]
+    ]
+    explained = (
+        f"A byte GPT after {result['base_steps']} steps (base, in fp32 {result['base']:.4f} nats per byte and"
+        f" {result['bytes_fp32'] / 1e6:.2f} MB) and after {result['steps']} more (control, {result['control']:.4f}), or"
+        " the same steps with rounded weights; one seed, 8,192 bytes of held-out text. Embeddings and the tied head"
+        " stay in fp32. Losses are those of exported models; logits equal those of training to the bit in every row."
+        f" Speed: {result['layers']}, best of 60 turns."
+    )
+    return "\n\n".join(
+        (
+            table(heads, rows),
+            table(["training step", "median seconds", "of fp32"], steps),
+            table(["exported layers", "MB", "x fp32, batch 1", "x fp32, batch 64", "error"], speeds),
+            note(result, result["command"], explained).strip(),
+        )
+    )
+
+
 def formats() -> str:
     """Return which formats of low precision each device that can be planned for multiplies in."""
     rows = []
@@ -902,6 +944,7 @@ TABLES = {
     "low_precision_cpu.json": low_precision_table,
     "padding_cpu.json": padding_table,
     "optimizers_cpu.json": optimizers_table,
+    "quantization_cpu.json": quantization_table,
     "quantized_loading_cpu.json": quantized_loading_table,
     "distillation_cpu.json": distillation_table,
     "distillation_steps_cpu.json": distillation_steps_table,

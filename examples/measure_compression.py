@@ -254,7 +254,7 @@ class StepTimes:
 
 FEW_BITS = ((4, 32), (3, 32), (2, 32), (2, 0))
 AFTERWARDS = ((8, 0), (6, 32), (4, 32), (4, 0), (3, 32), (3, 0), (2, 32), (2, 0))
-WIDE, LAYERS = 1024, 3
+WIDE, LAYERS, TURNS = 1024, 3, 60
 
 
 def quantization() -> dict[str, Any]:
@@ -336,7 +336,7 @@ def step_times(steps: int = 12, rounds: int = 5) -> list[dict[str, Any]]:
 
 
 def inference(folder: Path) -> list[dict[str, Any]]:
-    """Return how many times as fast as fp32 exported layers are, best of 15 turns."""
+    """Return how many times as fast as fp32 exported layers are, best of 60 turns."""
     import torch
     from torch import nn
 
@@ -360,7 +360,7 @@ def inference(folder: Path) -> list[dict[str, Any]]:
         x, least = torch.randn(batch, WIDE), dict.fromkeys(ways, float("inf"))
         with torch.inference_mode():
             expected = ways["fp32"](x)
-            for _ in range(15):
+            for _ in range(TURNS):
                 for name, layers in ways.items():
                     began = time.perf_counter()
                     for _ in range(repeats):

@@ -123,8 +123,10 @@ class PackedLinear(_Packed):
             return F.linear((numbers * scale).to(x.dtype), self.weight().to(x.dtype), bias)
         levels = unpack(self.codes, self.bits, self.shape)
         sums = torch._int_mm(numbers.view(-1, x.shape[-1]).to(torch.int8), levels.t())
-        y = sums.float().mul_(self.scales[:, 0].view(torch.bfloat16)).view(*x.shape[:-1], -1).mul_(scale).to(x.dtype)
-        return y if bias is None else y.add_(bias)
+        scales = self.scales[:, 0].view(torch.bfloat16).float()
+        y = sums.to(torch.float32).mul_(scales).view(*x.shape[:-1], -1)  # one type in each pass, which is vectorized
+        y = y.mul_(scale) if bias is None else torch.addcmul(bias.float(), y, scale, out=y)
+        return y.to(x.dtype)
 
 
 class PackedEmbedding(_Packed):
