@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -20,6 +19,8 @@ from lightning_solo.export.formats import TEACHER_DTYPES
 from lightning_solo.export.sources import refuse_existing
 from lightning_solo.export.teachers import make_teacher
 from lightning_solo.nn.teacher import Call, Calls, Teacher, candidates, of_one_part, of_same_shape
+from lightning_solo.seams.homes import home_of
+from lightning_solo.seams.homes import part as part_of
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.units import format_bytes
@@ -78,7 +79,7 @@ def write_soft_labels(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*training_step` returned `None`")
         warnings.filterwarnings("ignore", ".*lr_scheduler.step.* before .*optimizer.step")
-        made = Trainer(**{**quiet, **trainer, **limits}, callbacks=[technique])
+        made = part_of(home_of(module), "trainer").Trainer(**{**quiet, **trainer, **limits}, callbacks=[technique])
         try:
             made.fit(module, data)
             return technique.finish()

@@ -21,6 +21,7 @@ from lightning_solo.export.soft_labels import drawn
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.distillation.technique import Distillation
 from tests.messages import mentions
+from tests.modules import Classifier, classification, loader
 from tests.training import fit
 
 Make = Callable[..., Any]
@@ -169,6 +170,14 @@ def test_the_module_is_not_trained(tmp_path: Path) -> None:
     assert not any(part._forward_hooks for part in module.modules())
 
 
+def test_modules_of_both_homes_are_taken(home: Any, make_trainer: Make, tmp_path: Path) -> None:
+    line = solo.write_soft_labels(classification(home), loader(3), Classifier(), tmp_path / "labels", **QUIET)
+    assert "12 rows" in line
+    trainer = make_trainer(home, callbacks=[Distillation(labels=str(tmp_path / "labels"))])
+    trainer.fit(classification(home), loader(3))
+    assert trainer.callback_metrics["distillation/divergence"].isfinite()
+
+
 def test_draws_follow_the_probabilities() -> None:
     torch.manual_seed(1)
     logits = 2 * torch.randn(2, 3, 7)
@@ -184,6 +193,7 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore:Total length of")  # which is zero
 def test_wrong_files_are_refused_in_training(make_trainer: Make, tmp_path: Path) -> None:
     write(tmp_path / "labels")
     labels = Distillation(labels=str(tmp_path / "labels"))
@@ -211,6 +221,7 @@ def test_wrong_files_are_refused_in_training(make_trainer: Make, tmp_path: Path)
 
 @pytest.mark.long
 @pytest.mark.parametrize("of_labels", [False, True])
+@pytest.mark.filterwarnings("ignore:Total length of")  # which is zero
 def test_chats_learn_from_a_larger_folder(make_trainer: Make, tmp_path: Path, of_labels: bool) -> None:
     pytest.importorskip("transformers")
     from lightning_solo.fine_tuning.causal_lm import HFCausalLM
