@@ -33,7 +33,12 @@ TEMPLATES = sorted(set(templates()))
 
 # --- every override in every message of the package ---
 
-SETTINGS = {"callback.activation_offloading.folder": {"mode": "disk"}, "callback.compact_states.state_budget": {}}
+SETTINGS = {
+    "callback.activation_offloading.folder": {"mode": "disk"},
+    "callback.compact_states.state_budget": {},
+    "callback.distillation.part": {"teacher": "start"},
+    "callback.distillation.streamed": {"teacher": "start"},
+}
 """Setting -> the other settings with which its messages are raised."""
 
 
@@ -423,6 +428,9 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "nn/attention_kernels.py": 1,
         "nn/blocks.py": 1,
         "optim/averages.py": 1,
+        "optim/muon.py": 1,
+        "optim/one_by_one.py": 3,
+        "optim/schedule_free.py": 1,
         "optim/state_placement.py": 1,
         "presets/compose.py": 8,
         "presets/devices.py": 3,
@@ -445,6 +453,8 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "techniques/micro_batching/card.py": 3,
         "techniques/micro_batching/global_batch.py": 1,
         "techniques/micro_batching/technique.py": 2,
+        "techniques/optimizer_replacement/card.py": 3,
+        "techniques/optimizer_replacement/technique.py": 3,
         "techniques/pruning/card.py": 3,
         "techniques/pruning/technique.py": 2,
         "techniques/safe_checkpoint/card.py": 1,
