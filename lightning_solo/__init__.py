@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_solo.export.adapter_files import merge_adapters as merge_adapters
     from lightning_solo.export.graphs import export_graph as export_graph
     from lightning_solo.export.pretrained import export_pretrained as export_pretrained
+    from lightning_solo.export.pruned import export_pruned as export_pruned
     from lightning_solo.export.quantized import export_quantized as export_quantized
     from lightning_solo.export.soft_labels import write_soft_labels as write_soft_labels
     from lightning_solo.export.weights import export_weights as export_weights
@@ -64,6 +65,7 @@ _HOME = {
     "export_graph": "lightning_solo.export.graphs",
     "export_pretrained": "lightning_solo.export.pretrained",
     "export_quantized": "lightning_solo.export.quantized",
+    "export_pruned": "lightning_solo.export.pruned",
     "export_weights": "lightning_solo.export.weights",
     "latest_checkpoint": "lightning_solo.checkpoint.manifest",
     "load_quantized": "lightning_solo.nn.quantized_loading",

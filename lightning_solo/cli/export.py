@@ -12,8 +12,8 @@ from lightning_solo.errors import PresetError, nearest
 from lightning_solo.export.formats import BASES, DTYPES, FORMATS
 
 TAKES = (
-    "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf|quantized|onnx|torch_export]"
-    " [--output PATH] [--force]; of weights, hf, adapter and gguf [--dtype fp32|bf16|fp16] [--live]; of hf, adapter and"
+    "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf|pruned|quantized|onnx|torch_export]"
+    " [--output PATH] [--force]; of the first five [--dtype fp32|bf16|fp16] [--live]; of hf, adapter and"
     " gguf [--base-folder FOLDER] [--tokenizer FOLDER]; of hf and gguf [--base dequantized|original]; of hf"
     " [--shard-size 5GB]; of gguf [--llama-cpp FOLDER] [--quantize q4_k_m]; of quantized [--bits 4] [--group-size 32]"
     " [--activations int8] [--layers PATTERN,...]; of onnx and torch_export [--batch 1:1024] [--length 1:512]; of these"

@@ -227,9 +227,15 @@ def _compared_by_peft(trained: TrainedModel, folder: Path) -> list[str]:
 
 
 def new_folder(source: Any, output: str | Path | None, format: str, *, overwrite: bool) -> Path:
+    """Return the folder to write, by default beside the checkpoint.
+
+    Raises:
+        CheckpointError: it exists, and is no earlier export or ``overwrite`` is False.
+        PresetError: a module has no checkpoint beside which a folder could be.
+    """
     if output is None:
         if isinstance(source, nn.Module):
-            raise PresetError("output: write the folder for the export, as export_pretrained(module, 'folder')")
+            raise PresetError("output: write the folder for the export, as output='folder'")
         checkpoint = checkpoint_of(Path(source))
         output = checkpoint.with_name(f"{checkpoint.stem}-{format}")
     folder = Path(output)
@@ -274,6 +280,11 @@ def written_folder(folder: Path) -> Iterator[Path]:
 
 
 def require_space(folder: Path, needed: int) -> None:
+    """Refuse to write more bytes than the disk has free.
+
+    Raises:
+        BudgetError: as the name says.
+    """
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise BudgetError(

@@ -145,6 +145,8 @@ def _unsuitable(p: nn.Parameter) -> str | None:
         return f"stored as {type(p).__name__}"
     if not p.requires_grad:
         return "frozen"
+    if not p.numel():
+        return "empty"
     return None if p.is_floating_point() else f"of type {p.dtype}"
 
 

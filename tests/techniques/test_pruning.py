@@ -446,6 +446,18 @@ def test_averages_of_lightning_are_as_sparse(make_trainer: Make, tmp_path: Path)
     assert {name: int((saved[name] == 0).sum()) for name in technique.pruned} == technique.pruned
 
 
+@pytest.mark.parametrize("place", ["host", "module"])
+def test_our_averages_are_as_sparse(place: str, make_trainer: Make) -> None:
+    average, module = solo.WeightAverage(decay=0.9, device=place), module_of()
+    technique = Pruning(amount=0.8, schedule="cubic", begin=3, end=7, every_n_steps=2)
+    fit(make_trainer, technique, average, module=module)
+    values = average.averaged_weights
+    assert {name: int((values[name] == 0).sum()) for name in technique.pruned} == technique.pruned
+    assert zeros(module, technique) == technique.pruned
+    plain = fit(make_trainer, Pruning(amount=0.8, schedule="cubic", begin=3, end=7, every_n_steps=2))
+    assert not equal(module.state_dict(), plain.state_dict())  # it is the average
+
+
 @pytest.mark.parametrize("bits", [{"master_bits": 32}, {}, {"master_bits": "16-stochastic"}], ids=str)
 def test_split_weights_and_compressed_moments_are_zero(bits: Any, make_trainer: Make) -> None:
     torch.manual_seed(0)

@@ -108,8 +108,8 @@ class Pruning(Technique, Settings):
                 f"{OPTION}.begin={self.begin}, but the run begins at optimizer step {step} of a checkpoint without"
                 f" masks; write {OPTION}.begin={step} or a later step"
             )
-        if not trainer.lightning_module.automatic_optimization or is_planned():
-            return  # how often optimizers step isn't known
+        if not trainer.lightning_module.automatic_optimization or is_planned() or trainer.fast_dev_run:
+            return  # how often optimizers step isn't known, or doesn't matter
         steps = trainer.estimated_stepping_batches
         if self.last_step >= steps:
             name = "begin" if self.begin >= steps or self.end is None else "end"
@@ -159,7 +159,10 @@ class Pruning(Technique, Settings):
             masks.prune_share(self.share_at(step), optimizers, over_all=self.scope == "global")
 
     def _apply(self, ctx: Run, masks: WeightMasks) -> None:
+        """Set weights, states and averages to zero; an average of zeros then stays zero."""
         masks.apply_to(masks.weights)
+        if ctx.averages is not None:
+            masks.apply_to(ctx.averages())
         for optimizer in ctx.strategy.optimizers:
             masks.apply(optimizer)
 

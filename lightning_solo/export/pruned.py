@@ -1,0 +1,104 @@
+"""Folders with pruned weights in fewer bytes, which a module loads by a file of plain torch beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.errors import CapabilityError, CheckpointError, NothingToDoError, listed
+from lightning_solo.export import sparse_weights
+from lightning_solo.export.pretrained import new_folder, require_space, written_folder
+from lightning_solo.export.weights import export_weights
+from lightning_solo.machine import is_installed
+from lightning_solo.units import format_bytes
+
+
+def export_pruned(
+    source: nn.Module | str | Path,
+    output: str | Path | None = None,
+    dtype: str = "fp32",
+    *,
+    live: bool = False,
+    overwrite: bool = False,
+) -> list[str]:
+    """Write the weights of a module or a checkpoint without their zeros, as a folder; return lines about it.
+
+    The folder has ``model.safetensors``, ``config.json`` and ``load.py``, which needs torch and safetensors alone:
+    ``load(MyModule(), "folder")`` returns the module with the same weights, bit for bit, and ``weights("folder")`` the
+    state dict.
+
+    Args:
+        source: as in `export_weights`.
+        output: the folder to write; by default beside the checkpoint.
+        dtype: "fp32", "bf16" or "fp16".
+        live: whether the live weights are taken of a run that averages them.
+        overwrite: whether an earlier export is replaced.
+
+    Raises:
+        NothingToDoError: no weight has enough zeros to take fewer bytes.
+        CheckpointError: as `export_weights`; the folder exists or can't be written; then nothing is left.
+        CapabilityError: the package safetensors is missing.
+        BudgetError: the disk has too little space.
+        PresetError: an unknown ``dtype``, or no ``output`` for a module.
+    """
+    folder = new_folder(source, output, "pruned", overwrite=overwrite)
+    if not is_installed("safetensors"):
+        raise CapabilityError(
+            f"{folder}: the package safetensors is not installed; write pip install lightning-solo[safetensors]"
+        )
+    weights = export_weights(source, dtype, live=live)
+    if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(f"{folder}: safetensors stores tensors alone, not {listed(others)}")
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(value), name) for name, value in weights.items()}
+    before = sum(weights[name].nbytes for name in first.values())
+    stored, forms = _compressed({name: weights.pop(name) for name in first.values()})
+    with written_folder(folder) as new:
+        require_space(new, sum(value.nbytes for value in stored.values()))
+        from safetensors.torch import save_file
+
+        save_file(stored, new / "model.safetensors", metadata={"format": "pt"})
+        config = {"format": "lightning-solo pruned 1", "weights": forms, "names": names}
+        (new / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
+        shutil.copyfile(sparse_weights.__file__, new / "load.py")
+    after = sum(file.stat().st_size for file in folder.iterdir())
+    count, name = sum(form != "dense" for form, _ in forms.values()), source
+    if isinstance(source, nn.Module):
+        name = type(source).__name__
+    return [
+        f"pruned: {folder}, {count} of {len(forms)} tensors of {name} in {dtype} without their zeros",
+        f"bytes: {format_bytes(before)} before, {format_bytes(after)} after ({after / max(1, before):.2f} x)",
+    ]
+
+
+def write_pruned(source: Path, output: Path | None = None, format: str = "pruned", **options: Any) -> list[str]:
+    """Write the weights of a checkpoint as `export_pruned` does, for the command line."""
+    return export_pruned(source, output, **options)
+
+
+def _compressed(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, tuple[str, list[int]]]]:
+    """Return the tensors to store, and name -> form and shape; each weight is freed before the next.
+
+    Raises:
+        NothingToDoError: none has enough zeros.
+    """
+    stored: dict[str, Tensor] = {}
+    forms: dict[str, tuple[str, list[int]]] = {}
+    most = 0.0
+    for name in list(weights):
+        weight = weights.pop(name)
+        most = max(most, 1 - int(torch.count_nonzero(weight)) / max(1, weight.numel()))
+        form, parts = sparse_weights.compressed(weight)
+        forms[name] = form, list(weight.shape)
+        stored |= {f"{name}:{part}": value for part, value in parts.items()}
+    if all(form == "dense" for form, _ in forms.values()):
+        raise NothingToDoError(
+            f"--format pruned: no weight takes fewer bytes without its zeros, of which one has {most:.1%} at most;"
+            " train with +callback=pruning callback.pruning.amount=0.9, or write --format weights"
+        )
+    return stored, forms
