@@ -15,6 +15,7 @@ from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.ledger import saved_for_backward
 from lightning_solo.nn.inplace import ACTIVATIONS, ROUNDED, WITHOUT_GAIN, candidates, readers
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
+from lightning_solo.techniques.inplace import technique as inplace_technique
 from lightning_solo.techniques.inplace.technique import InPlace
 from tests.messages import lines_with, mentions
 from tests.modules import loader, regression
@@ -212,6 +213,17 @@ def test_module_without_such_parts_is_told_why(make_trainer: Make) -> None:
         fit(make_trainer, InPlace(dropouts=False), module=regression(L, Net(nn.ReLU(), READ["an attribute"])))
     with pytest.raises(NothingToDoError, match=mentions("GELU", "SiLU", "saves nothing")):
         fit(make_trainer, InPlace(), module=regression(L, nn.Sequential(nn.Linear(WIDTH, 1), nn.GELU(), nn.SiLU())))
+
+
+def test_part_that_the_first_pass_misses_is_found_by_the_comparison(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inplace_technique, "readers", lambda parts, step: {})
+    for use in ("the backward of its own layer", "a residual sum after it"):
+        net = Net(nn.ReLU(), READ[use])
+        net.drop.p = 0.0
+        with pytest.raises(NothingToDoError, match=mentions("differ in place", "net.activation")):
+            fit(make_trainer, InPlace(), module=regression(L, net))
 
 
 def test_manual_optimization_is_refused(make_trainer: Make) -> None:

@@ -118,7 +118,13 @@ class InPlace(Technique, Settings):
         before = restored(run, {})
         without_dropouts = {name: part for name, part in free.items() if not isinstance(part, DROPOUTS)}
         for tried in (free, without_dropouts):  # some kernels of dropout draw other numbers in place
-            if tried and _equal(after := restored(run, tried), before):
+            try:
+                after = restored(run, tried) if tried else None
+            except RuntimeError as error:
+                if "inplace operation" not in str(error):  # autograd's, about a tensor that backward needs
+                    raise
+                after = None
+            if after is not None and _equal(after, before):
                 self._log(ctx, tried, before, after)
                 return tried
         raise NothingToDoError(
