@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from itertools import pairwise
@@ -118,7 +118,6 @@ class Run:
         home: the package of the Trainer, ``"lightning.pytorch"`` or ``"pytorch_lightning"``.
         window: the current accumulation window.
         release: the mechanism that uses gradients in backward; None if parameters keep them until the step.
-        averages: returns averages of weights by the parameter's name, to be changed in place; None if there are none.
         is_set_up: whether module and optimizers are ready.
         undo: stack of functions that restore the module and Lightning's objects. It is closed once, after the run or
             its failure.
@@ -130,7 +129,6 @@ class Run:
         self.home = home_of(trainer)
         self.window = Window(trainer)
         self.release: StepInBackward | None = None
-        self.averages: Callable[[], Mapping[str, Tensor]] | None = None
         self.undo = ExitStack()
         self.is_set_up = False
         self.ended = False

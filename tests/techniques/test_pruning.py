@@ -448,7 +448,7 @@ def test_averages_of_lightning_are_as_sparse(make_trainer: Make, tmp_path: Path)
 
 @pytest.mark.parametrize("place", ["host", "module"])
 def test_our_averages_are_as_sparse(place: str, make_trainer: Make) -> None:
-    average, module = solo.WeightAverage(decay=0.9, device=place), module_of()
+    average, module = solo.WeightAverage(decay=0.9, device=place, start_step=7), module_of()
     technique = Pruning(amount=0.8, schedule="cubic", begin=3, end=7, every_n_steps=2)
     fit(make_trainer, technique, average, module=module)
     values = average.averaged_weights

@@ -159,10 +159,7 @@ class Pruning(Technique, Settings):
             masks.prune_share(self.share_at(step), optimizers, over_all=self.scope == "global")
 
     def _apply(self, ctx: Run, masks: WeightMasks) -> None:
-        """Set weights, states and averages to zero; an average of zeros then stays zero."""
         masks.apply_to(masks.weights)
-        if ctx.averages is not None:
-            masks.apply_to(ctx.averages())
         for optimizer in ctx.strategy.optimizers:
             masks.apply(optimizer)
 

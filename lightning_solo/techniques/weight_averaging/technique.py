@@ -106,7 +106,6 @@ class WeightAverage(Technique, Settings):
         self._note_names(pl_module)
         self._split = [each for each in trainer.optimizers if isinstance(each, SplitOptimizer)]
         self._place_loaded()
-        self.ctx.averages = lambda: self.averaged_weights
         self.ctx.undo.callback(self._leave)
         size = sum(max(4, p.element_size()) * p.numel() for p in self._parameters.values())
         if self.device == "host":
