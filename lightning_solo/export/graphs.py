@@ -328,9 +328,13 @@ class _Graph(nn.Module):
         worst = 0.0
         for name, one, other in zip(self.outputs, expected, found, strict=True):
             one, other = one.double(), other.double()
-            same = one.shape == other.shape
-            far = float((one - other).abs().max() / one.abs().max().clamp(min=1e-30)) if same and one.numel() else 0.0
-            if not same or not (far <= TOLERANCE or not math.isfinite(float(one.abs().max()))):
+            finite = one.isfinite()
+            same = one.shape == other.shape and bool(
+                torch.isclose(one, other, TOLERANCE, math.inf, equal_nan=True).all()  # infinities and NaNs are the same
+            )
+            largest = one[finite].abs().max().clamp(min=1e-30) if finite.any() else 1.0
+            far = float(((one - other)[finite] / largest).abs().max()) if same and finite.any() else 0.0
+            if not same or not far <= TOLERANCE:
                 raise CheckpointError(
                     f"the graph gives other outputs than {type(self.module).__name__} for {sizes[0]} rows ({name}:"
                     f" {tuple(other.shape)} for {tuple(one.shape)}, difference {far:.1e}); its forward may depend on"

@@ -67,7 +67,9 @@ def export_quantized(
         raise CheckpointError(f"{folder}: safetensors stores tensors alone, not {listed(others)}")
     before = sum({place(value): value.nbytes for value in weights.values()}.values())
     with written_folder(folder) as new:
-        stored, config = _packed(choice.layers, weights, rounding)
+        chosen = {*choice.layers.values()}
+        every = {name: part for name, part in module.named_modules(remove_duplicate=False) if part in chosen}
+        stored, config = _packed({**choice.layers, **every}, weights, rounding)
         require_space(new, sum(value.nbytes for value in stored.values()))
         from safetensors.torch import save_file
 

@@ -164,12 +164,15 @@ def load(module: Module, folder: str | Path) -> Module:
     weights = load_file(folder / "model.safetensors")
     made: dict[str, nn.Module] = {}
     for name, options in config["layers"].items():
+        if isinstance(here := module.get_submodule(name), _Packed):  # inside a part that has two names
+            made[name] = here
+            continue
         options = dict(options)
         kind, shares = options.pop("kind"), options.pop("shares", None)
         made[name] = PackedEmbedding(**options) if kind == "embedding" else PackedLinear(**options)
         if shares is not None:
             made[name].codes, made[name].scales = made[shares].codes, made[shares].scales
-        made[name].to(dtype=module.get_submodule(name).weight.dtype)  # type: ignore[arg-type]
+        made[name].to(dtype=here.weight.dtype)  # type: ignore[arg-type]
         parent, _, own = name.rpartition(".")
         setattr(module.get_submodule(parent), own, made[name])
     weights.update({name: weights[first] for name, first in config["tied"].items()})

@@ -13,7 +13,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.attributes import replaced
@@ -154,7 +161,9 @@ class _Prediction:
                     f"{len(loader)} loaders: predictions are of one, so that they have one order; give one"
                 )
             loader = next(iter(loader.values() if isinstance(loader, dict) else loader))
-        if isinstance(getattr(loader, "sampler", None), RandomSampler | WeightedRandomSampler):
+        batches = getattr(loader, "batch_sampler", None)  # which has the sampler where it was given
+        sampler = getattr(batches, "sampler", getattr(loader, "sampler", None))
+        if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
             raise PresetError("the loader shuffles, and predictions are in its order; write DataLoader(shuffle=False)")
         if not _has_own_batches(loader):
             if self.batch_size is not None:
@@ -246,6 +255,7 @@ class _Counted(_Batches):
 def _has_own_batches(loader: Any) -> bool:
     return (
         isinstance(loader, DataLoader)
+        and loader.batch_size is not None  # else its batch_sampler was given
         and type(loader.batch_sampler) is BatchSampler
         and not isinstance(loader.dataset, IterableDataset)
     )

@@ -160,6 +160,13 @@ class Random(Plain):
         return self.net(x) + torch.rand(3)
 
 
+class Masked(Random):
+    """Its largest output is infinite, which says nothing about the others."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.cat([super().forward(x), torch.full_like(x[:, :1], -torch.inf)], 1)
+
+
 class Hidden(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net(batch["x"]).sum()
@@ -179,6 +186,7 @@ class Fails(Plain):
         (Branches, CapabilityError, ("values", "torch.where", "--format weights")),
         (Fixes, CapabilityError, ("batch", "constant (6)", "--batch 6")),
         (Random, CheckpointError, ("random", "other outputs")),
+        (Masked, CheckpointError, ("random", "other outputs")),
         (Hidden, NothingToDoError, ("forward", "predict_step")),
         (Fails, CapabilityError, ("KeyError", "a key of mine")),
     ],

@@ -155,6 +155,36 @@ def test_a_tied_head_has_the_codes_of_its_embedding(model: Any, tmp_path: Path) 
     assert torch.equal(loaded.head.weight(), load(type(model)(), tmp_path / "few").head.weight())  # scales are bits
 
 
+class Shared(nn.Module):
+    """A layer, and a block of one, that have two names each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block = nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.ReLU())
+        self.second, self.again = self.first, self.block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.second(self.block(self.first(x))))
+
+
+def test_a_layer_with_two_names_is_rounded_under_both(tmp_path: Path) -> None:
+    model, x, rounding = Shared(), torch.randn(4, 16), Rounding(3, 0)
+    export_quantized(model, tmp_path / "few", 3, 0, layers=["first", "block.0"])
+    loaded = load(Shared(), tmp_path / "few")
+    assert type(loaded.second) is type(loaded.again[0]) is PackedLinear
+    stored = load_file(tmp_path / "few" / "model.safetensors")
+    assert {name for name in stored if "codes" in name} == {"first.codes", "block.0.codes"}
+    with torch.no_grad():
+        assert torch.equal(loaded(x), trained_outputs_of(model, x, rounding))
+
+
+def trained_outputs_of(model: nn.Module, x: Tensor, rounding: Rounding) -> Tensor:
+    round_weights(chosen_layers(model, rounding, ["first", "block.0"]).layers.values(), rounding)
+    result: Tensor = model(x)
+    return result
+
+
 @pytest.mark.long
 def test_transposed_layers_of_transformers_load(tmp_path: Path) -> None:
     torch.manual_seed(0)

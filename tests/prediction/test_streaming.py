@@ -15,7 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 import lightning_solo as solo
 from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, NothingToDoError, PresetError
@@ -48,6 +56,10 @@ class Predicts(L.LightningModule):
 
 def rows(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(X), batch_size=batch_size, **options)
+
+
+def of_batches(sampler: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(X), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
 
 
 class Empty(IterableDataset[Any]):
@@ -187,6 +199,13 @@ def test_iterable_data_keeps_its_batches(make_trainer: Make, tmp_path: Path) -> 
     assert len(read(tmp_path / "out")["y"]) == ROWS
 
 
+def test_batches_that_were_given_keep_their_rows(make_trainer: Make, tmp_path: Path) -> None:
+    loader = of_batches(SequentialSampler(range(9)))  # type: ignore[arg-type]
+    manifest = solo.write_predictions(make_trainer(L), Predicts(), loader, tmp_path / "out")
+    assert (manifest["rows"], manifest["batch_size"]) == (9, None)
+    assert torch.equal(read(tmp_path / "out")["sum"], X[:9].sum(1))
+
+
 # --- whole or absent ---
 
 
@@ -257,6 +276,9 @@ def test_folders_of_others_are_kept(make_trainer: Make, tmp_path: Path) -> None:
     ("data", "options", "error", "words"),
     [
         (rows(shuffle=True), {}, PresetError, ("shuffles", "shuffle=False")),
+        (rows(sampler=SubsetRandomSampler(range(ROWS))), {}, PresetError, ("shuffles", "shuffle=False")),
+        (of_batches(RandomSampler(X)), {}, PresetError, ("shuffles", "shuffle=False")),  # type: ignore[arg-type]
+        (of_batches(range(9)), {"batch_size": 2}, ConflictError, ("batch_size=2", "DataLoader")),
         ([rows(), rows()], {}, PresetError, ("2 loaders",)),
         (rows(), {"split": "val"}, PresetError, ("val", "validation")),
         (rows(), {"format": "csv"}, PresetError, ("csv", "jsonl or safetensors")),

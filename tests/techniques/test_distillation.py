@@ -502,6 +502,23 @@ def test_resumed_run_has_the_copy_of_the_first_start(make_trainer: Make, tmp_pat
     assert any(not torch.equal(a, b) for a, b in zip(whole.parameters(), half.parameters(), strict=True))
 
 
+def test_copy_is_in_a_checkpoint_that_is_saved_after_the_fit(make_trainer: Make, tmp_path: Path) -> None:
+    first = gpt().state_dict()
+    trainer = make_trainer(L, callbacks=[Distillation("start")])
+    trainer.fit(gpt(), texts())
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    teachers = []
+
+    class Watch(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            teachers.append(resumed._teacher.module.state_dict())  # type: ignore[union-attr]
+
+    resumed = Distillation("start")
+    trainer = make_trainer(L, callbacks=[resumed, Watch()], max_epochs=2)
+    trainer.fit(gpt(seed=2), texts(), ckpt_path=str(tmp_path / "after.ckpt"), weights_only=True)
+    assert all(torch.equal(weight, first[name]) for name, weight in teachers[0].items())
+
+
 def test_validation_is_the_module_s_own(make_trainer: Make) -> None:
     student = gpt()
     trainer = make_trainer(L, callbacks=[Distillation.from_module(gpt(24))])

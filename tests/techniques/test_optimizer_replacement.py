@@ -246,6 +246,20 @@ def test_schedule_replaces_the_schedulers_of_the_module(name: str, make_trainer:
     assert watch.rates == [pytest.approx([5e-5]), *[pytest.approx([1e-4])] * 5]
 
 
+def test_betas_that_one_cycle_has_changed_are_restored(make_trainer: Make) -> None:
+    module = with_scheduler(lambda optimizer: OneCycleLR(optimizer, 1e-2, total_steps=BATCHES))
+    module = fit(make_trainer, replacement("adamw", schedule="constant"), module=module)
+    assert [group["betas"] for group in module.trainer.optimizers[0].param_groups] == [(0.9, 0.999)]
+
+
+def test_rate_that_groups_alone_have_becomes_lr(make_trainer: Make) -> None:
+    def configure(module: Any) -> Any:
+        return torch.optim.AdamW([{"params": module.parameters(), "lr": 1e-2}])  # whose own is 1e-3
+
+    module = fit(make_trainer, replacement("lion", lr=1e-4), module=module_of(configure))
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
 # --- combined ---
 
 

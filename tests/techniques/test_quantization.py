@@ -252,6 +252,22 @@ def test_a_resumed_run_rounds_from_the_same_step_on(make_trainer: Make, tmp_path
     assert records[1] == {"bits": 2, "group_size": 8, "activations": "unchanged", "layers": list(LAYERS)}
 
 
+def test_the_record_of_a_tied_head_is_one_that_an_export_takes(make_trainer: Make, tmp_path: Path) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(1, WIDTH), nn.Linear(WIDTH, 1, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x)
+
+    module = fit(make_trainer, Quantization(4, 8, layers=["*head"]), net=Head())
+    module.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    record = torch.load(tmp_path / "last.ckpt", weights_only=True)[RECORD]
+    assert list(chosen_layers(module, Rounding(4, 8), record["layers"]).layers) == ["net.head", "net.embedding"]
+
+
 def test_forwards_are_restored_after_a_failed_fit(make_trainer: Make) -> None:
     class Fails(L.Callback):
         def on_train_batch_end(self, *args: Any) -> None:

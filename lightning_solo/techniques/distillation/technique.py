@@ -55,6 +55,7 @@ class Distillation(Technique, Settings):
         self._labels: SoftLabels | None = None
         self._calls: Calls | None = None
         self._start: dict[str, Tensor] | None = None  # weights of the copy, from a checkpoint
+        self._kept: dict[str, Tensor] | None = None  # weights of the last fit's copy, for a checkpoint after it
         self._plain: nn.Module | None = None  # the module before a checkpoint's weights and adapters
 
     @classmethod
@@ -172,10 +173,11 @@ class Distillation(Technique, Settings):
         return calls
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights of the copy of ``teacher=start``."""
-        if self.teacher != START or self._teacher is None:
+        """Return the weights of the copy of ``teacher=start``, also after the fit."""
+        if self.teacher != START:
             return {}
-        return {START: dict(self._teacher.module.state_dict())}
+        copied = self._kept if self._teacher is None else dict(self._teacher.module.state_dict())
+        return {} if copied is None else {START: copied}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the copy's weights."""
@@ -184,6 +186,8 @@ class Distillation(Technique, Settings):
     def _forget(self) -> None:
         if self._teacher is not None:
             self._teacher.close()
+            if self.teacher == START:
+                self._kept = {name: value.cpu() for name, value in self._teacher.module.state_dict().items()}
         self._teacher = self._labels = self._calls = self._start = self._plain = None
 
 

@@ -97,7 +97,9 @@ class OptimizerReplacement(AveragedWeights, Settings):
     def _set_rates(self, old: Optimizer, schedulers: Sequence[Any]) -> None:
         """Scale the groups' learning rates to `lr`; refuse to keep rates of another kind."""
         if self.lr is not None:
-            own = float(old.defaults["lr"])
+            # OneCycleLR has put rates of its own into the groups
+            rates = {float(group.get("initial_lr", group["lr"])) for group in old.param_groups if "max_lr" not in group}
+            own = rates.pop() if len(rates) == 1 else float(old.defaults["lr"])
             factor = self.lr / own if own else math.inf
             if math.isinf(factor):
                 raise ConflictError(
@@ -283,6 +285,8 @@ def _drop_schedule(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         before = group.get("initial_lr", group["lr"])
         group["lr"] = own * group["max_lr"] / highest if highest and "max_lr" in group else before
+        if "max_momentum" in group:
+            group |= {name: optimizer.defaults[name] for name in ("betas", "momentum") if name in group}
         for name in RATES[1:]:
             group.pop(name, None)
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):

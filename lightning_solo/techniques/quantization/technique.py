@@ -82,7 +82,9 @@ class Quantization(Technique, Settings):
     def _set(self, *, active: bool) -> None:
         self._rounding.active = active
         if active and not self._record:
-            self._record = {**self._rounding.as_record(), "layers": list(self._layers)}
+            # embeddings aren't chosen by name: they follow the layers that share their weight
+            layers = [name for name, layer in self._layers.items() if not isinstance(layer, nn.Embedding)]
+            self._record = {**self._rounding.as_record(), "layers": layers}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add what an export needs to round as the run did, unless it hasn't rounded yet."""
