@@ -29,6 +29,7 @@ from lightning_solo.techniques.gradient_norm.technique import GradientNorm
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.layer_freezing.technique import LayerFreezing
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
+from lightning_solo.techniques.pruning.technique import Pruning
 from lightning_solo.techniques.safe_checkpoint.technique import SafeCheckpoint
 from lightning_solo.techniques.weight_averaging.card import Settings, footprint
 from lightning_solo.techniques.weight_averaging.technique import WeightAverage
@@ -503,3 +504,18 @@ def test_start_after_the_end_and_untrained_modules_are_refused(make_trainer: Mak
             WeightAverage(decay=decay)
     with pytest.raises(ConflictError, match=mentions("weight_averaging", "zero_offload", "~strategy")):
         compose({"precision": "bf16-true", "strategy": {"name": "zero_offload"}, "callback": {"weight_averaging": {}}})
+
+
+def test_average_of_pruned_weights_is_as_sparse_and_begins_after_the_last_change(make_trainer: Make) -> None:
+    pruning: dict[str, Any] = {"amount": 0.5, "schedule": "cubic", "begin": 1, "end": 5, "every_n_steps": 1}
+    preset = {"callback": {"pruning": pruning, "weight_averaging": {"start_step": 4}}}
+    with pytest.raises(ConflictError, match=mentions("start_step=4", "callback.pruning", "start_step=5")):
+        compose(preset)
+    technique = WeightAverage(decay=0.5, start_step=5)
+    module = fit(
+        make_trainer, Pruning(**pruning), technique, module=regression(L, Stack(width=32)), data=loader(width=32)
+    )
+    assert technique.average.updates == 5
+    for values in (dict(module.named_parameters()), technique.averaged_weights):
+        weight = values["net.blocks.0.up.weight"]
+        assert (weight == 0).sum() == weight.numel() // 2

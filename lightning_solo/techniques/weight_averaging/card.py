@@ -48,6 +48,19 @@ def _engine(settings: Settings, configuration: Configuration) -> str | None:
     return None
 
 
+def _pruned(settings: Settings, configuration: Configuration) -> str | None:
+    for chosen in configuration.techniques:
+        if chosen.card.name == "pruning":
+            last = chosen.settings.begin if chosen.settings.end is None else chosen.settings.end
+            if settings.start_step < last:
+                return (
+                    f"callback.weight_averaging.start_step={settings.start_step} and callback.pruning, which prunes"
+                    f" until step {last}: an average with earlier weights isn't zero where they are pruned later; write"
+                    f" callback.weight_averaging.start_step={last}"
+                )
+    return None
+
+
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan a run that has begun to average."""
     return replace(tracing, attached=replace(settings, start_step=0, every_n_steps=1))
@@ -77,7 +90,7 @@ CARD = Card(
     reference="Polyak and Juditsky 1992, SIAM J. Control Optim. 30(4); Izmailov et al. 2018, SWA,"
     " https://arxiv.org/abs/1803.05407",
     owns=frozenset({"averaged_weights"}),
-    rules=(_engine,),
+    rules=(_engine, _pruned),
     on_cpu={"decay": 0.5},
     planned="lightning_solo.techniques.weight_averaging.card:planned",
     footprint="lightning_solo.techniques.weight_averaging.card:footprint",
