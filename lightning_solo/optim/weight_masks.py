@@ -119,7 +119,8 @@ class WeightMasks:
         flat = [each if each.ndim == 1 else in_memory_order(each, p.detach()) for each in tensors]
         for part, bits in self._parts(name):
             for each in flat:
-                each[part].masked_fill_(bits if bits.device == each.device else bits.to(each.device), 0)
+                # on a CPU 0.6 of the time of masked_fill_
+                each[part].copy_(torch.where(bits.to(each.device), 0, each[part]))
         for tensor, each in zip(tensors, flat, strict=True):
             if each.data_ptr() != tensor.data_ptr():  # it has another order in memory
                 tensor.copy_(each.as_strided(p.shape, p.stride()))
