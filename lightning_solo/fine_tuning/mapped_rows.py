@@ -98,6 +98,7 @@ class MappedRows(L.LightningDataModule):
         self.vocabulary = self.pad_token_id = 0
         self._splits: dict[str, TokenRows] = {}
         self._collate: dict[str, Collate] = {}
+        self._key = ""  # of the tokenized rows
 
     def setup(self, stage: str) -> None:
         """Read and tokenize the rows, unless the cache has them.
@@ -113,6 +114,7 @@ class MappedRows(L.LightningDataModule):
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self.pad_token_id = pad or 0
         file = self._cache_file(tokenizer)
+        self._key = file.stem.rpartition("-")[2]
         index = _cached(file) or self._write(file, tokenizer)
         self.report = report = self.report_class(**index["report"])
         splits = self._split(TokenFile(file, "int32"), index["lengths"], index["shares"])
@@ -123,6 +125,19 @@ class MappedRows(L.LightningDataModule):
         if warning := report.warning():
             rank_zero_warn(warning)
         self._splits = splits
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the key of the rows, which others don't have."""
+        return {"rows": self._key}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Warn of a run that continues with other rows than those of the checkpoint."""
+        fits = self.trainer is not None and self.trainer.state.fn == "fit"
+        if fits and state_dict["rows"] != self._key:
+            rank_zero_warn(
+                f"data.path={self.path}: these rows aren't those of the checkpoint; files, tokenizer, settings or the"
+                " version of transformers have changed. The run goes on at the same position among the new rows"
+            )
 
     def train_dataloader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(self.seed)

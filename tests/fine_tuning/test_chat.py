@@ -317,6 +317,25 @@ def test_loss_of_packed_and_bucketed_rows_is_that_of_plain_ones(
     assert means[0] == pytest.approx(means[1], rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero")
+def test_resume_with_other_rows_warns(
+    make: Callable[..., ChatData], make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    rows = [chat(number) for number in range(8)]
+    data = make(*rows, batch_size=2)
+    trainer = make_trainer(lightning.pytorch, max_epochs=1)
+    trainer.fit(Bag(data.vocabulary), data)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    resumed = make_trainer(lightning.pytorch, max_epochs=2)
+    resumed.fit(Bag(data.vocabulary), make(*rows, batch_size=2), ckpt_path=tmp_path / "saved.ckpt")
+    assert resumed.global_step == 8
+    other = make(*rows[:-1], chat(99), batch_size=2)
+    with pytest.warns(UserWarning, match=mentions("data.path=", "checkpoint", "files")):
+        make_trainer(lightning.pytorch, max_epochs=2).fit(
+            Bag(data.vocabulary), other, ckpt_path=tmp_path / "saved.ckpt"
+        )
+
+
 # --- report ---
 
 
