@@ -419,6 +419,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "zero/extension.py": 3,
     },
     "a value of the reader, for the option that the message names": {
+        "export/pruned.py": 2,
         "cards/arguments.py": 2,
         "cards/lengths.py": 1,
         "cards/settings.py": 2,
