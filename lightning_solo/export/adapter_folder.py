@@ -56,9 +56,6 @@ def write_adapter(trained: TrainedModel, folder: Path, dtype: torch.dtype | None
             f"labels: {', '.join(trained.model.config.id2label.values())}; give config=AutoConfig.from_pretrained("
             f"'FOLDER/{BASE_CONFIG}') to from_pretrained"
         )
-    if trained.words.new_tokens:
-        rows = len(trained.model.get_input_embeddings().weight)
-        lines.append(f"the base needs rows for new tokens before the adapter: base.resize_token_embeddings({rows})")
     if trained.formats:
         kinds = " and ".join(sorted(set(trained.formats.values())))
         lines.append(

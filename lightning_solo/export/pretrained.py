@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +32,8 @@ EXPORTED = ("config.json", "adapter_config.json", "model*.gguf")
 NOT_COMPARED = "logits: not compared, since the model takes more than tokens"
 ROWS, TOKENS = 4, 16
 """Size of the batch on which logits are compared."""
+REASON = 300
+"""Characters of an error of peft that are shown."""
 NOTICED = 0.05
 """Relative difference of logits above which peft has put an adapter elsewhere; rounding to bf16 stays below."""
 
@@ -196,9 +199,11 @@ def difference(before: Tensor | None, after: Tensor | None, trained: TrainedMode
 
 def _compared_by_peft(trained: TrainedModel, folder: Path) -> list[str]:
     """Return a line about the logits of the base with the adapter, here and as peft loads it."""
-    if trained.folder is None or trained.words.new_tokens:
-        why = "is unknown" if trained.folder is None else "lacks the rows of the new tokens"
-        return [f"logits: not compared, since the base's folder {why}"]
+    rows = len(trained.model.get_input_embeddings().weight)
+    needed = f"the base needs rows for new tokens before the adapter: base.resize_token_embeddings({rows})"
+    lines = [needed] if trained.words.new_tokens else []
+    if trained.folder is None:
+        return [*lines, "logits: not compared, since the base's folder is unknown"]
     trained.use_originals()
     before = logits(trained.model)
     with quiet(), warnings.catch_warnings():
@@ -207,20 +212,25 @@ def _compared_by_peft(trained: TrainedModel, folder: Path) -> list[str]:
         base = type(trained.model).from_pretrained(
             trained.folder, dtype="auto", local_files_only=True, ignore_mismatched_sizes=True, **options
         )
+        if len(base.get_input_embeddings().weight) == rows:
+            lines = []
+        elif lines:
+            base.resize_token_embeddings(rows, mean_resizing=False)
         try:
             loaded = imported("peft").PeftModel.from_pretrained(base, folder)
         except (ValueError, RuntimeError, KeyError) as error:
-            return [f"peft can't load this adapter ({str(error).strip().partition(chr(10))[0]}): write --format hf"]
+            reason = textwrap.shorten(str(error), REASON, placeholder=" ...")
+            return [*lines, f"peft can't load this adapter ({reason}): write --format hf"]
         after = logits(loaded.get_base_model())
     if before is None or after is None:
-        return [NOT_COMPARED]
+        return [*lines, NOT_COMPARED]
     largest = _largest(before, after)
     line = (
         f"logits of the weights in {trained.folder} with the adapter, here and as peft {imported('peft').__version__}"
         f" loads it: largest difference {largest:.1e} of the largest logit"
     )
     wrong = largest > NOTICED and (trained.originals or not trained.formats)
-    return [line + ("; this peft loads it otherwise than it was trained: write --format hf" if wrong else "")]
+    return [*lines, line + ("; this peft loads it otherwise than it was trained: write --format hf" if wrong else "")]
 
 
 # --- folders ---

@@ -106,7 +106,7 @@ class TrainedModel:
             )
         whole = whole_parameters(self.model, config.modules_to_save)
         base = _loaded(self.folder, type(self.model), None, others=whole)
-        insert(base, config)
+        insert(base, replace(config, tokens={}))  # rows have no factors, and the folder may lack them
         return adapter_parameters(base, config.name)
 
     def insert(self, config: AdapterConfig, weights: Mapping[str, Tensor]) -> None:

@@ -377,3 +377,12 @@ def test_warning_names_only_the_files_of_others(file: str, named: bool, capsys: 
     printed = capsys.readouterr().err
     assert printed.endswith("UserWarning: text\n")
     assert (file in printed) == named
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("[5]", [5]), ("{embed_tokens:[5],lm_head:[6]}", {"embed_tokens": [5], "lm_head": [6]})]
+)
+def test_rows_of_tokens_are_a_list_or_a_mapping(written: str, read: object) -> None:
+    cfg = compose_application(["solo=adapters", f"solo.callback.adapters.trainable_token_indices={written}"])
+    settings = [part.settings for part in check_config(cfg).solo.techniques if part.card.name == "adapters"]
+    assert [vars(each)["trainable_token_indices"] for each in settings] == [read]

@@ -78,6 +78,36 @@ def test_new_tokens_and_template_are_exported(
     assert far(*rows) <= 1e-5
 
 
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        (320, {"method": "pissa"}),
+        (400, {"modules_to_save": ["lm_head"]}),
+        long(400, {"method": "pissa"}),
+        long(320, {"modules_to_save": ["lm_head"]}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
+def test_adapter_with_new_tokens_is_compared_as_peft_loads_it(
+    rows: int, options: Any, model_folder: Folder, chats: Path, make_trainer: Make, tmp_path: Path
+) -> None:
+    adapters = solo.callbacks.Adapters(r=4, **options)
+    base = model_folder("Llama", vocab_size=rows)
+    module, file = fitted(base, chats, tmp_path, make_trainer, adapters, new_tokens=["<|call|>", "lazy dog"])
+    lines = export_pretrained(file, tmp_path / "adapter", "adapter")
+    assert any("resize_token_embeddings(322)" in line for line in lines) == (rows == 320)
+    assert float(lines[-1].partition("largest difference ")[2].split()[0]) <= 1e-5
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(max(rows, 322), mean_resizing=False)
+    ids = torch.tensor([[320, 321]])
+    with torch.no_grad():
+        logits = PeftModel.from_pretrained(model, tmp_path / "adapter")(ids).logits
+        assert far(logits, module.eval().model(ids).logits) <= 1e-5
+
+
 @pytest.mark.parametrize("quantized", ["technique", long("loaded"), long("streamed")])
 def test_adapter_on_four_bits_is_added_to_the_rounded_weights(
     quantized: str, model_folder: Folder, chats: Path, make_trainer: Make, tmp_path: Path, monkeypatch: Any

@@ -18,8 +18,8 @@ def _wrong_name(name: str) -> str | None:
     return None if fits else "expected a word of letters, digits and underscores"
 
 
-def _wrong_rows(rows: Sequence[int] | Mapping[str, Sequence[int]]) -> str | None:
-    lists = list(rows.values()) if isinstance(rows, Mapping) else [rows]
+def _wrong_rows(rows: Sequence[int] | Mapping[str, Sequence[int]] | None) -> str | None:
+    lists = list(rows.values()) if isinstance(rows, Mapping) else [rows or ()]
     if any(len(set(each)) != len(each) for each in lists):
         return "a row is listed twice"
     return None
@@ -53,8 +53,10 @@ class Settings(TechniqueSettings):
         check=names_or("all-linear", "classes and names of layers", "[q_proj, v_proj]"),
     )
     modules_to_save: Sequence[str] = setting((), "names of modules that are trained whole, as [lm_head]")
-    trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] = setting(
-        (), "rows of the embedding that are trained, as [32000, 32001]; or embedding or head -> rows", check=_wrong_rows
+    trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] | None = setting(
+        None,  # not (), into which Hydra can't merge a mapping
+        "rows of the embedding that are trained, as [32000, 32001]; or embedding or head -> rows; null: new tokens",
+        check=_wrong_rows,
     )
     adapter_name: str = setting("default", "the adapter's name; others in the module are frozen", check=_wrong_name)
     after_fit: str = setting(

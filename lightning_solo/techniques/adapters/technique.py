@@ -125,6 +125,7 @@ class Adapters(Technique, Settings):
                 )
         trained = tuple(f"{name}." for name in whole)
         self._left_out = {name: why for name, why in targets.left_out.items() if not f"{name}.".startswith(trained)}
+        saved = whole_parameters(module, tuple(whole))  # refuses what can't be trained
         config = AdapterConfig(
             name=self.adapter_name,
             method=self.method,
@@ -134,9 +135,8 @@ class Adapters(Technique, Settings):
             layers=tuple(targets.layers),
             feed_forward=tuple(feed_forward_outputs(module, targets.layers)) if self.method == "ia3" else (),
             modules_to_save=tuple(whole),
-            tokens=self._rows(module),
+            tokens={name: rows for name, rows in self._rows(module).items() if f"{name}.weight" not in saved},
         )
-        whole_parameters(module, config.modules_to_save)  # refuses what can't be trained
         if self.adapter_name in present and present[self.adapter_name] != config:
             changed = present[self.adapter_name].changed(config)
             raise ConflictError(
