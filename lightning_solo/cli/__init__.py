@@ -26,8 +26,8 @@ COMMANDS = {
     "report": "draw a run, a sweep or a ladder in one HTML page: lightning-solo report runs/first",
     "export": "write the weights of a run or a checkpoint as one plain file: lightning-solo export runs/first",
     "generate": 'print the answer of a fine-tuned model: lightning-solo generate runs/first "What is LoRA?"',
-    "predict": "write what a run's module predicts for each row of its data: lightning-solo predict runs/first",
-    "soft-labels": "store what a teacher predicts for the training data: lightning-solo soft-labels FILE runs/teacher",
+    "predict": "write a run's predictions for each row of its data: lightning-solo predict runs/first",
+    "soft-labels": "store a teacher's predictions for the training data: lightning-solo soft-labels FILE runs/teacher",
     "convert": "make a plain checkpoint of a compact one, or back: lightning-solo convert last.ckpt --to plain",
     "doctor": "print what this machine has and what each preset lacks here; --build compiles DeepSpeed's extensions",
 }

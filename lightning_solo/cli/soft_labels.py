@@ -73,5 +73,5 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     options = parser.parse_intermixed_args(list(arguments))
     if "=" in options.teacher and not Path(options.teacher).exists():
-        raise PresetError(f"{options.teacher}: an override in the place of the teacher; {TAKES}")
+        raise PresetError(f"{options.teacher} is an override; the second argument is the teacher; {TAKES}")
     return options

@@ -39,7 +39,7 @@ LARGEST = 3 * 2**29
 TOLERANCE = 1e-3
 """Largest difference of outputs, relative to the largest output, that rounding in fp32 explains."""
 STEPS = ("predict_step", "validation_step", "test_step", "training_step")
-UNSAFE = "a .pt2 file holds pickled data that torch.export.load runs: load only files that you wrote or trust"
+UNSAFE = "torch.export.load unpickles a .pt2 file, which can run code: load only files that you wrote or trust"
 INSTEAD = "for any module write --format weights (in Python solo.export_weights)"
 
 

@@ -98,7 +98,7 @@ def _compressed(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
         stored |= {f"{name}:{part}": value for part, value in parts.items()}
     if all(form == "dense" for form, _ in forms.values()):
         raise NothingToDoError(
-            f"--format pruned: no weight takes fewer bytes without its zeros, of which one has {most:.1%} at most;"
+            f"--format pruned: no weight takes fewer bytes without its zeros; at most {most:.1%} of a weight are zeros;"
             " train with +callback=pruning callback.pruning.amount=0.9, or write --format weights"
         )
     return stored, forms

@@ -43,12 +43,13 @@ def write_soft_labels(
 ) -> str:
     """Write words that are drawn at random from a teacher for each position of the training data; return a line.
 
-    ``training_step`` runs without gradients, so that the teacher gets the inputs that it will have in training. The
+    ``training_step`` runs without gradients. So the teacher gets the same inputs as in training. The
     file appears when it is complete. After a failure the same call continues: rows that are in ``PATH.partial`` aren't
     computed again.
 
     Args:
-        module: the LightningModule that is to be trained; its weights stay as they are.
+        module: the LightningModule that is to be trained; its weights stay as they are, but BatchNorm's running
+            statistics change.
         data: a LightningDataModule or a loader; None for the module's own.
         teacher: a run's folder, a checkpoint, a folder of Hugging Face's, or a module.
         path: of the file.
@@ -171,7 +172,7 @@ class _Writing(Technique):
             ) from error
 
     def finish(self) -> str:
-        """Complete the file; return what it has."""
+        """Complete the file; return a line about its contents."""
         writer = self._writer
         if writer is None:
             raise CheckpointError(f"{self._path}: the training data has no batch, so there is nothing to write")

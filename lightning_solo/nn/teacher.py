@@ -79,7 +79,7 @@ class Calls:
     def _leave(self, name: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         before = self._before.pop() if self._before else 0
         if self._is_on and (logits := logits_of(output)) is not None:
-            self.calls[before:] = [Call(name, args, kwargs, logits)]  # in the place of those within it
+            self.calls[before:] = [Call(name, args, kwargs, logits)]  # replaces the calls that ran inside this one
 
 
 def logits_of(output: Any) -> Tensor | None:

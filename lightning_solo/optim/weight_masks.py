@@ -43,7 +43,7 @@ def pack(bits: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, count: int, table: Tensor | None = None) -> Tensor:
-    """Return the first ``count`` bits, bool; with a `bits_of_bytes` of the device, which else is made."""
+    """Return the first ``count`` bits, bool; ``table`` is `bits_of_bytes` of the device; None computes it."""
     table = bits_of_bytes(packed.device) if table is None else table
     return table[packed.int()].view(torch.bool)[:count]
 
@@ -218,7 +218,7 @@ class WeightMasks:
             yield drawn.masked_fill_(~bits, _NEVER)
 
     def _set(self, packed: Mapping[str, Tensor]) -> None:
-        """Put masks in the place of the present ones, unless a parameter would have no weight left."""
+        """Replace the masks, unless a parameter would have no weight left."""
         before, self.packed = self.packed, dict(packed)
         for name, count in self.pruned.items():
             if count == self.weights[name].numel():

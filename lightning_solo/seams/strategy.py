@@ -102,7 +102,7 @@ def _load_model_state_dict(run: Run, own: Own, checkpoint: Mapping[str, Any], st
     """Load weights inside the techniques' contexts; say so if the checkpoint has an average that none continues."""
     if run.training and averaged_weights(checkpoint) and not any(hasattr(each, AVERAGE) for each in run.techniques):
         run.info(
-            "the checkpoint has an average of the weights, too: this run continues with the live weights; write"
+            "the checkpoint also has an average of the weights; this run continues with the live weights; write"
             " +callback=weight_averaging to continue the average"
         )
     with ExitStack() as stack:

@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 
-OTHER = {"phase", "ctx", "overrides", "setup", "teardown"}
+OTHER = {"phase", "ctx", "joins_evaluation", "overrides", "setup", "teardown"}
 SEAMS = [name for name in vars(Technique) if not name.startswith("_") and name not in OTHER]
 
 

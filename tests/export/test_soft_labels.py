@@ -288,7 +288,7 @@ def test_command_writes_labels_for_a_run(
 def test_command_line_is_checked() -> None:
     for arguments, words in {
         (): ("soft-labels FILE TEACHER",),
-        ("a", "model=byte_gpt_tiny"): ("in the place of the teacher", "FILE TEACHER"),
+        ("a", "model=byte_gpt_tiny"): ("is an override", "FILE TEACHER"),
         ("a", "b", "--draws", "none"): ("--draws",),
         ("a", "b", "--batches", "0"): ("--batches",),
         ("a", "b", "model=nothing"): ("nothing", "byte_gpt_tiny"),

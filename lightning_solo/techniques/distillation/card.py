@@ -41,7 +41,7 @@ class Settings(TechniqueSettings):
         0.5, "share of the divergence in the loss; the module's own loss has the rest", check=_wrong_alpha
     )
     temperature: float = setting(
-        1.0, "by which the logits of both are divided; labels have 1", check=_wrong_temperature
+        1.0, "divides the logits of both models; with labels it is 1", check=_wrong_temperature
     )
     part: str = setting("auto", "the part whose output are the logits, as net; auto: the one that training_step calls")
     dtype: str = setting("auto", "type of the teacher's weights; auto: as they are stored", allowed=TEACHER_DTYPES)
@@ -71,7 +71,7 @@ def _no_teacher(settings: Settings, configuration: Configuration) -> str | None:
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan a teacher that is a copy; of others, say what they take."""
+    """Plan a teacher that is a copy; for others add an assumption with their bytes."""
     if settings.teacher == START:
         return tracing
     assumption = "distillation isn't planned: labels take a few bytes per position and draw"
@@ -97,7 +97,7 @@ CARD = Card(
     target="lightning_solo.techniques.distillation.technique:Distillation",
     phase=Phase.DATA,  # before adapters and what else changes the module of which it may take a copy
     settings=Settings,
-    saves="no memory: a small module learns what a larger one, or the same before it was compressed, predicts",
+    saves="no memory: a small module learns from the predictions of a larger one, or of itself uncompressed",
     costs="the teacher's weights and forward, its logits and one gradient of their size; with ``labels`` none of these",
     numerics="another loss: ``(1 - alpha)`` of the module's own, and ``alpha`` of the divergence from the teacher",
     conflicts="manual optimization (refused)",

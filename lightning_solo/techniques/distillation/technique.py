@@ -1,4 +1,4 @@
-"""Distillation: the module also learns what a teacher predicts, from its logits or from stored draws."""
+"""Distillation: the module also learns a teacher's predictions, from its logits or from stored draws."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ DEFAULTS = {"sgd": {"momentum": 0.9}}
 
 
 class OptimizerReplacement(AveragedWeights, Settings):
-    """Replaces the optimizer of ``configure_optimizers``, its weight decay or its schedulers, as far as asked.
+    """Replaces the optimizer of ``configure_optimizers``, its weight decay or its schedulers, each only if it is set.
 
     The module's groups stay: their parameters, and the ratios of their learning rates. Hooks of the optimizer move to
     the new one.
@@ -74,7 +74,7 @@ class OptimizerReplacement(AveragedWeights, Settings):
         """Return the new optimizer.
 
         Raises:
-            ConflictError: there are several optimizers, or what the module chose doesn't suit the new one.
+            ConflictError: there are several optimizers, or its rates or schedulers don't suit the new one.
             NothingToDoError: there is no optimizer, or Muon finds no matrices in blocks.
             PresetError: the optimizer has no such option.
         """
@@ -116,7 +116,7 @@ class OptimizerReplacement(AveragedWeights, Settings):
                 )
 
     def _divide(self, ctx: Run, old: Optimizer, schedulers: Sequence[Any]) -> None:
-        """Divide the groups by weight decay and by Muon's matrices, as far as asked."""
+        """Divide the groups by weight decay if it is set, and by Muon's matrices."""
         has_matrices = self.optimizer is not None and getattr(self._class, "takes_matrices", False)
         matrices = hidden_matrices(ctx.module, self.blocks, f"{OPTION}.blocks") if has_matrices else set()
         still: set[Tensor] = set()

@@ -206,7 +206,7 @@ class Pruning(Technique, Settings):
         self._at, self._saved = int(state_dict["at"]), dict(state_dict["masks"])
 
     def _load(self, masks: WeightMasks) -> None:
-        """Put saved masks in the place of new ones.
+        """Replace new masks by saved ones.
 
         Raises:
             CheckpointError: they are of other weights.

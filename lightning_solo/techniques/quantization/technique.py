@@ -87,6 +87,6 @@ class Quantization(Technique, Settings):
             self._record = {**self._rounding.as_record(), "layers": layers}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Add what an export needs to round as the run did, unless it hasn't rounded yet."""
+        """Add the settings of the rounding, with which an export rounds the same; nothing before the first rounding."""
         if self._record:
             checkpoint[RECORD] = self._record

@@ -88,7 +88,7 @@ class WeightAverage(Technique, Settings):
             )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note what is trained; a loaded average must be of these parameters.
+        """Note the trained parameters; a loaded average must be of them.
 
         Raises:
             BudgetError: the host has no room for the average.
@@ -192,7 +192,7 @@ class WeightAverage(Technique, Settings):
         self._seen, self._steps = trainer.global_step, self._steps + 1
         after = self._steps - self.start_step
         if after > 0 and (after - 1) % self.every_n_steps == 0:
-            with torch.inference_mode(False):  # in a validation, too, tensors are made to be trained with
+            with torch.inference_mode(False):  # tensors made in a validation are used in training
                 self.average.update(self._parameters, self._corrections())
 
     def _corrections(self) -> dict[Tensor, Tensor]:
