@@ -596,6 +596,21 @@ def distillation_steps_table(result: dict[str, Any]) -> str:
     return table(["way", "step, ms", "of alone"], rows) + note(result, result["command"], explained)
 
 
+def pruning_table(result: dict[str, Any]) -> str:
+    """Return the losses of a byte GPT with pruned weights, and the bytes of its exports."""
+    rows = [["none", "0", str(result["control"]), "", "1.00"]]
+    for row in result["rows"]:
+        share = f"{row['bytes'] / result['bytes_fp32']:.2f}"
+        rows.append([row["way"], f"{row['pruned']:,}", str(row["loss"]), f"{row['more than control']:+.4f}", share])
+    explained = (
+        f"Validation loss in nats per byte of a byte GPT of {result['parameters']:,} parameters: trained for"
+        f" {result['base_steps']:,} steps ({result['base']}), pruned, and trained for {result['steps']} steps more, all"
+        " of one seed. The embedding isn't pruned. Bytes are those of the exported file, of the weights in fp32."
+    )
+    header = ["pruned", "weights that are 0", "loss", "above none", "bytes"]
+    return table(header, rows) + note(result, result["command"], explained)
+
+
 def quantization_table(result: dict[str, Any]) -> str:
     """Return the losses of a byte GPT in few bits, the seconds of a step, and the speed of exported layers."""
     rows = [
@@ -944,6 +959,7 @@ TABLES = {
     "low_precision_cpu.json": low_precision_table,
     "padding_cpu.json": padding_table,
     "optimizers_cpu.json": optimizers_table,
+    "pruning_cpu.json": pruning_table,
     "quantization_cpu.json": quantization_table,
     "quantized_loading_cpu.json": quantized_loading_table,
     "distillation_cpu.json": distillation_table,

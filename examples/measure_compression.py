@@ -232,6 +232,39 @@ def averaging() -> dict[str, Any]:
     }
 
 
+PRUNED: dict[str, dict[str, Any]] = {
+    "50 %": {"amount": 0.5},
+    "2:4": {"pattern": "2:4"},
+    "80 %": {"amount": 0.8},
+    "80 % of all weights together": {"amount": 0.8, "scope": "global"},
+    "90 %": {"amount": 0.9},
+}
+
+
+def pruning() -> dict[str, Any]:
+    """Measure losses after further steps with pruned weights, and bytes of their exports."""
+    import lightning_solo as solo
+
+    control, rows = held_out(more()), []
+    for name, settings in PRUNED.items():
+        technique = solo.Pruning(**settings)
+        module = more([technique])
+        with tempfile.TemporaryDirectory() as folder:
+            solo.export_pruned(module, Path(folder, "pruned"))
+            size = Path(folder, "pruned", "model.safetensors").stat().st_size
+        row = {"way": name, "pruned": sum(technique.pruned.values()), "loss": held_out(module), "bytes": size}
+        row["more than control"] = round(row["loss"] - control, 4)
+        rows.append(row)
+        print(row, flush=True)
+    return {
+        "base": held_out(base()),
+        "control": control,
+        "parameters": sum(p.numel() for p in base().parameters()),
+        "bytes_fp32": sum(p.nbytes for p in base().parameters()),
+        "rows": rows,
+    }
+
+
 class StepTimes:
     """Makes a callback with the seconds of each step."""
 
@@ -397,6 +430,7 @@ MEASURED: dict[str, Callable[[], dict[str, Any]]] = {
     "control": lambda: {"base": held_out(base()), "control": held_out(more())},
     "distillation": distillation,
     "distillation_steps": distillation_steps,
+    "pruning": pruning,
     "quantization": quantization,
 }
 
