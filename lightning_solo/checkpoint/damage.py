@@ -41,9 +41,13 @@ def refuse_damaged(path: Path, another: str) -> None:
         CheckpointError: the file is damaged; names the reason and the other checkpoints in its folder.
     """
     if path.is_file() and (reason := damage(path)):
-        others = ", ".join(sorted(other.name for other in path.parent.glob("*.ckpt") if other != path))
-        beside = f"; other checkpoints here: {others}" if others else ""
-        raise CheckpointError(f"{path} is damaged ({reason}){beside}; replace it, or take another: {another}")
+        raise CheckpointError(f"{path} is damaged ({reason}){beside(path)}; replace it, or take another: {another}")
+
+
+def beside(path: Path) -> str:
+    """Return a part of a message with the other checkpoints in a file's folder that aren't damaged; empty if none."""
+    others = sorted(other.name for other in path.parent.glob("*.ckpt") if other != path and damage(other) is None)
+    return f"; other checkpoints here: {', '.join(others)}" if others else ""
 
 
 def damage(path: Path) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 import time
 import warnings
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_solo.cli.trained_run import TrainedRun, run_of
-from lightning_solo.errors import CheckpointError, SoloError
+from lightning_solo.errors import CheckpointError, NothingToDoError, SoloError
 
 BATCHES = 16
 """Batches of validation that are measured."""
@@ -45,6 +46,7 @@ def write_quantized(
 
     Raises:
         CheckpointError: the source is no run; or the weights are of another module.
+        NothingToDoError: the run trained adapters.
         SoloError: as `export_quantized`.
     """
     sys.path.insert(0, str(Path.cwd()))  # it has the user's module, and a console script lacks it
@@ -52,11 +54,18 @@ def write_quantized(
     from lightning_solo.export.quantized import export_quantized
     from lightning_solo.export.sources import read
     from lightning_solo.export.weights import source_of
+    from lightning_solo.nn.adapter_weights import RECORD as ADAPTER
     from lightning_solo.nn.fake_quantization import RECORD
     from lightning_solo.nn.packed_weights import load
 
     output = output or run.checkpoint.with_name(f"{run.checkpoint.stem}-{format}")
-    record = read(run.checkpoint, inert=True).get(RECORD, {}) if run.checkpoint.is_file() else {}
+    saved = read(run.checkpoint, inert=True) if run.checkpoint.is_file() else {}
+    if ADAPTER in saved:
+        raise NothingToDoError(
+            f"{run.checkpoint} has adapters alone; write --format hf, which merges them, and then in Python"
+            " solo.export_quantized(AutoModelForCausalLM.from_pretrained(<that folder>), 'folder')"
+        )
+    record = saved.get(RECORD, {})
     patterns = "linear" if layers == ["linear"] else layers
     written = {"bits": bits, "group_size": group_size, "activations": activations, "layers": patterns}
     options: dict[str, Any] = {**DEFAULTS, **record, **{name: v for name, v in written.items() if v is not None}}
@@ -65,7 +74,8 @@ def write_quantized(
         module.load_state_dict(source_of(run.checkpoint).weights)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{run.checkpoint} has weights of another module than {run.folder}/config.yaml: {error}"
+            f"{run.checkpoint} has weights of another module than {run.folder}/config.yaml:"
+            f" {textwrap.shorten(str(error), 300, placeholder=' ...')}"
         ) from error
     try:
         lines = export_quantized(module, output, **options, overwrite=overwrite)

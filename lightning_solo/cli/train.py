@@ -119,8 +119,12 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
         print(f"{name}: costs {built_in_cards()[name].costs}".replace("``", ""))
     if safe:
         print("fault_tolerance=false leaves these techniques out")
+    from lightning.pytorch.callbacks import LambdaCallback
+
     callbacks = [*watch, *plan_checks, *(load_class(built_in_cards()[name])() for name in safe)]
     callbacks += [*averaging(checked), *checkpoint_callbacks(cfg, checked, run_folder), data_report(folder)]
+    began: list[Any] = []
+    callbacks.append(LambdaCallback(on_train_start=lambda *_: began.append(None)))
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks)
     import lightning as L
     from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -159,6 +163,11 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
             raise
         _say_interrupted(trainer, run_folder)
         raise SystemExit(TERMINATED if terminated or exit_.code == TERMINATED else INTERRUPTED) from None
+    if checkpoint is not None and not began:
+        print(
+            f"nothing was trained: the run had finished, after {trainer.global_step} steps; to go on, write a larger"
+            " trainer.max_steps or trainer.max_epochs"
+        )
     print_summary(trainer, data, folder, time.monotonic() - started)
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
 

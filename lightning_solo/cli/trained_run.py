@@ -110,15 +110,15 @@ def run_of(source: Path, allow: Sequence[str], in_python: str) -> TrainedRun:
     Raises:
         CheckpointError: there is none.
     """
-    if source.is_dir():
-        return open_run(source, allow=allow)
-    folder = source.absolute().parents[1]
-    if source.is_file() and not (folder / "config.yaml").is_file():
+    if not source.exists():
+        raise CheckpointError(f"{source}: no such file or folder; write the folder of a run, or one of its checkpoints")
+    folder = source if source.is_dir() else source.absolute().parents[1]
+    if not (folder / "config.yaml").is_file():
         raise CheckpointError(
             f"{source}: {folder} is no run of lightning-solo train, so its module is unknown; write {in_python} in"
             " Python"
         )
-    return open_run(folder, str(source), allow=allow)
+    return open_run(folder, "last" if source.is_dir() else str(source), allow=allow)
 
 
 def _checkpoint(folder: Path, name: str) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_solo.atomic_files import whole_file
-from lightning_solo.checkpoint.damage import LAST, refuse_damaged
+from lightning_solo.checkpoint.damage import LAST, beside, refuse_damaged
 from lightning_solo.errors import CheckpointError, SoloError
 
 ENGINE_STATES = "*_model_states.pt"
@@ -85,7 +85,7 @@ def read(path: Path, *, inert: bool = False) -> dict[str, Any]:
             raise
         lines = str(error).rpartition("WeightsUnpickler error:")[2].split("\n")  # torch writes a page around it
         reason = next(filter(None, map(str.strip, lines)), type(error).__name__)
-        raise CheckpointError(f"{path} is damaged, or no checkpoint ({reason})") from error
+        raise CheckpointError(f"{path} is damaged, or no checkpoint ({reason}){beside(path)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} has a {type(content).__name__}, not a checkpoint")
     return content

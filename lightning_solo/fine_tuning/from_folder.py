@@ -159,6 +159,7 @@ class FromFolder(L.LightningModule):
                 " with adapters"
             )
         self._check_new_parts()
+        self._check_new_rows()
         optimizer = self.optimizer(parameter_groups(self, self.optimizer))
         steps = self.trainer.estimated_stepping_batches
         if steps <= self.warmup_steps:
@@ -178,6 +179,15 @@ class FromFolder(L.LightningModule):
             raise PresetError(
                 f"{self.path} has no weights for {', '.join(parts)}, which adapters freeze; write"
                 f" solo.callback.adapters.modules_to_save=[{','.join(parts)}], so that they are trained"
+            )
+
+    def _check_new_rows(self) -> None:
+        """Warn of new tokens whose rows are frozen."""
+        table = self.model.get_input_embeddings()  # under adapters with the rows that they train
+        if self.trainable_token_indices and not any(p.requires_grad for p in table.parameters()):
+            rank_zero_warn(
+                f"model.new_tokens: the rows of {len(self.new_tokens)} new tokens in the embedding are frozen, and stay"
+                " at the mean of their pieces; write solo=adapters, which trains these rows, or unfreeze the embedding"
             )
 
     def on_train_start(self) -> None:

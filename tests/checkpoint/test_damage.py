@@ -40,6 +40,9 @@ def test_damaged_file_is_refused_with_the_others(kind: str, checkpoint: Path) ->
         loaded(load, checkpoint)
     with pytest.raises(CheckpointError, match=mentions("is damaged", "whole.ckpt", "run=x")):
         refuse_damaged(checkpoint, "run=x")
+    (checkpoint.parent / "worse.ckpt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"here: whole\.ckpt; "):
+        refuse_damaged(checkpoint, "run=x")
 
 
 def test_changed_bit_is_found(checkpoint: Path) -> None:

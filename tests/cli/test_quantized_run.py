@@ -19,7 +19,7 @@ from lightning_solo.cli.export import run
 from lightning_solo.cli.quantized_run import write_quantized
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.cli.train import build_parts
-from lightning_solo.errors import CheckpointError, PresetError
+from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError
 from lightning_solo.export.quantized import export_quantized
 from lightning_solo.nn.fake_quantization import Rounding, chosen_layers, round_weights
 from lightning_solo.nn.packed_weights import load
@@ -85,3 +85,23 @@ def test_a_checkpoint_without_its_run_is_refused(tmp_path: Path) -> None:
         run([str(tmp_path / "last.ckpt"), "--format", "quantized"])
     with pytest.raises(PresetError, match="--bits"):
         run([str(tmp_path / "last.ckpt"), "--bits", "4"])
+
+
+def test_a_missing_run_and_a_folder_without_one_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=mentions("runs/nope:")):
+        write_quantized(tmp_path / "runs" / "nope")
+    with pytest.raises(CheckpointError, match=mentions("is no run", "solo.export_quantized(module, 'folder')")):
+        write_quantized(tmp_path)
+
+
+def test_a_run_of_adapters_and_one_of_another_module_are_refused(make_trainer: Make, tmp_path: Path) -> None:
+    finished(tmp_path / "run", make_trainer, [*TINY, "solo=adapters"])
+    with pytest.raises(NothingToDoError, match=mentions("adapters", "--format hf")):
+        write_quantized(tmp_path / "run")
+    config = tmp_path / "other" / "config.yaml"
+    finished(tmp_path / "other", make_trainer, TINY)
+    config.write_text(config.read_text(encoding="utf-8").replace("width: 16", "width: 32"), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="of another module") as refused:
+        write_quantized(tmp_path / "other")
+    assert "size mismatch" in str(refused.value)
+    assert len(str(refused.value)) < 700

@@ -218,7 +218,8 @@ def test_a_run_resumes_by_name_and_only_with_its_configuration(tmp_path: Path) -
     assert steps_of(folder) == 4
 
     before = (folder / "csv" / "metrics.csv").read_text().splitlines()
-    train(tmp_path, *same, "trainer.max_steps=6")
+    assert lines_with(train(tmp_path, *same, "trainer.max_steps=4"), "finished", "4 steps")
+    assert not lines_with(train(tmp_path, *same, "trainer.max_steps=6"), "had finished")
     assert steps_of(folder) == 6
     after = (folder / "csv" / "metrics.csv").read_text().splitlines()
     assert after[: len(before)] == before

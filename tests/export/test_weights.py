@@ -20,6 +20,7 @@ from lightning_solo.cli import main
 from lightning_solo.cli.export import parse
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError
 from lightning_solo.export import weights as weights_module
+from lightning_solo.export.sources import read
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 from tests.messages import lines_with, mentions
 from tests.modules import loader, regression
@@ -337,3 +338,11 @@ def test_end_of_a_fit_says_which_bits_the_weights_have(make_trainer: Make, caplo
         with caplog.at_level("INFO"):
             fitted(make_trainer, "compact", overrides)
         assert len(lines_with(caplog.text, "compact_states: ", *words)) == 1
+
+
+def test_a_damaged_checkpoint_is_refused_with_the_whole_ones_beside_it(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(1000)}, tmp_path / "step=10.ckpt")
+    (tmp_path / "last.ckpt").write_bytes((tmp_path / "step=10.ckpt").read_bytes()[:1000])
+    (tmp_path / "empty.ckpt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"last.ckpt is damaged.*; other checkpoints here: step=10.ckpt$"):
+        read(tmp_path / "last.ckpt")

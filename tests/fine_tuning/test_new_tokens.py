@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from lightning_solo.fine_tuning.trained import load_trained
 from lightning_solo.nn.quantized import quantized_weights_of
 from lightning_solo.techniques.adapters.technique import Adapters
 from lightning_solo.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_solo.techniques.layer_freezing.technique import LayerFreezing
 from lightning_solo.techniques.quantized_base.technique import QuantizedBase
 from tests.conftest import long
 from tests.messages import mentions
@@ -138,3 +140,15 @@ def test_model_and_data_with_other_tokens_and_a_method_without_rows_are_refused(
     module = HFCausalLM(str(folder), new_tokens=terms, optimizer=sgd)
     with pytest.raises(ConflictError, match=mentions("method=lora")):
         make_trainer(L, callbacks=[Adapters(method="ia3")]).fit(module, data_of(folder, tmp_path, TERMS))
+
+
+@pytest.mark.parametrize("trained", [[], [Adapters(r=2)]])
+def test_frozen_rows_are_warned_of(
+    trained: Any, model_folder: Callable[..., Path], make_trainer: Callable[..., Any], tmp_path: Path, terms: str
+) -> None:
+    module = HFCausalLM(str(model_folder("Llama")), new_tokens=terms, optimizer=sgd)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callbacks = trained or [LayerFreezing(trained_blocks=1)]
+        make_trainer(L, callbacks=callbacks).fit(module, data_of(model_folder("Llama"), tmp_path, terms))
+    assert any("new_tokens" in str(each.message) for each in caught) is not bool(trained)
