@@ -58,7 +58,7 @@ def test_every_field_of_a_card_every_phase_and_every_resource_is_named() -> None
 
 
 def test_every_seam_is_named() -> None:
-    hooks = {"setup", "teardown", "overrides", "phase", "ctx"}
+    hooks = {"setup", "teardown", "overrides", "phase", "ctx", "joins_evaluation"}
     seams = {name for name in vars(Technique) if not name.startswith(("_", "on_"))} - hooks
     assert first_cells("| seam | when | returns |") == seams
 

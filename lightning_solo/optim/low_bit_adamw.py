@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning_solo.optim.compact_adamw import CompactAdamW
 
 
 class AdamW8bit(CompactAdamW):
     """`CompactAdamW` with fp32 masters and moments in 8 bits: 2.06 bytes of states per parameter of fp32 weights."""
-
-    _MOMENT_BITS: ClassVar[int] = 8
 
     def __init__(
         self,
@@ -20,10 +18,18 @@ class AdamW8bit(CompactAdamW):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, master_bits=32, moment_bits=self._MOMENT_BITS)
+        super().__init__(params, lr, betas, eps, weight_decay, master_bits=32, moment_bits=8)
 
 
-class AdamW4bit(AdamW8bit):
+class AdamW4bit(CompactAdamW):
     """`CompactAdamW` with fp32 masters and moments in 4 bits, by torchao's codes: 1.06 bytes per parameter."""
 
-    _MOMENT_BITS = 4
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, master_bits=32, moment_bits=4)

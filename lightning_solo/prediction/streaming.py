@@ -95,13 +95,16 @@ def write_predictions(
             new = stack.enter_context(whole_folder(folder, hashes=False))
         files = stack.enter_context(PredictionFiles(new, format, shard_bytes))
         run = _Prediction(trainer, module, files, batch_size)
-        batches = (
-            partial(run.batches, data) if split is None else partial(run.batches_of, owner, *_source(owner, split))
-        )
+        make = partial(run.batches, data) if split is None else partial(run.batches_of, owner, *_source(owner, split))
         checkpoint = {} if ckpt_path is None else {"ckpt_path": str(ckpt_path), "weights_only": True}
-        with replaced(module, "predict_step", run.step), replaced(owner, "predict_dataloader", batches):
+        with (
+            replaced(module, "predict_step", run.step),
+            replaced(owner, "predict_dataloader", partial(run.no_batches_on_error, make)),
+        ):
             datamodule = None if owner is module else owner
             trainer.predict(module, datamodule=datamodule, return_predictions=False, **checkpoint)
+        if run.error is not None:
+            raise run.error
         files.finish()
         if not files.rows:
             raise NothingToDoError(f"no row to predict: the loader of {split or 'data'} has no batch")
@@ -131,14 +134,28 @@ class _Prediction:
     Attributes:
         batch_size: rows of a batch; None if the loader doesn't say.
         most: rows of the parts into which batches are split after an out-of-memory error; None without one.
+        error: why there are no batches, or None.
     """
 
     def __init__(self, trainer: Any, module: Any, files: PredictionFiles, batch_size: int | None) -> None:
         self.trainer, self.files, self.batch_size = trainer, files, batch_size
         self.most: int | None = None
+        self.error: Exception | None = None
         self._module, self._original = module, module.predict_step
         # Lightning reads the arguments from the signature, and finds out by the code whether a method is overridden
         self.step = functools.wraps(self._original)(lambda batch, *rest: self._step(batch, *rest))
+
+    def no_batches_on_error(self, make: Callable[[], Any]) -> Any:
+        """Return batches, or none and keep the error.
+
+        After an error in ``predict_dataloader`` Lightning's replacement of ``DataLoader.__init__`` would stay, with
+        which later predictions of the process fail.
+        """
+        try:
+            return make()
+        except Exception as error:
+            self.error = error
+            return _Batches(iter(()))
 
     def batches_of(self, owner: Any, make: Callable[[], Any], stage: str | None) -> Any:
         """Return the batches of a data module's or module's split."""

@@ -79,7 +79,7 @@ def test_masters_of_the_module_the_file_and_the_folder(make_trainer: Make, tmp_p
     assert equal(bf16["net.first.weight"], theirs["net.first.weight"].bfloat16())
 
     with pytest.raises(CheckpointError, match=mentions("DeepSpeed's engine", f"lightning-solo export {folder}")):
-        convert_checkpoint(folder)
+        convert_checkpoint(folder, "plain")
     for name in ("*_model_states.pt", "*_optim_states.pt"):
         (first,) = (folder / "checkpoint").glob(name)
         shutil.copy(first, first.with_name(first.name.replace("rank_0", "rank_1", 1)))

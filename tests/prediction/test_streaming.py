@@ -297,9 +297,11 @@ def test_wrong_arguments_are_refused(
     make_trainer: Make,
     tmp_path: Path,
 ) -> None:
+    made = DataLoader.__init__
     with pytest.raises(error, match=mentions(*words)):
         solo.write_predictions(make_trainer(L), Predicts(), data, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+    assert DataLoader.__init__ is made, "Lightning's replacement is undone"
 
 
 # --- weights of presets ---
