@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning as L
@@ -142,7 +144,10 @@ def test_a_run_of_0_2_0_with_code_needs_trust(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "small_regression.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "small_regression", raising=False)
+    monkeypatch.setitem(
+        sys.modules, "small_regression", ModuleType("small_regression")
+    )  # restored or removed at the end
+    monkeypatch.delitem(sys.modules, "small_regression")
     with pytest.raises(PresetError, match=mentions("small_regression", "--allow small_regression")):
         run([str(folder)])
     assert run([str(folder), "--allow", "small_regression", "+trainer.enable_progress_bar=false"]) == 0
