@@ -63,7 +63,6 @@ def write(path: Path, teacher: Any = None, data: Any = None, **options: Any) -> 
     )
 
 
-@pytest.mark.every_change
 def test_training_from_many_draws_is_that_of_the_live_teacher(make_trainer: Make, tmp_path: Path) -> None:
     line = write(tmp_path / "labels", draws=4000)
     assert "22 rows" in line

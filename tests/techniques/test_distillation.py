@@ -61,7 +61,6 @@ class Losses(L.Callback):
 # --- acted ---
 
 
-@pytest.mark.every_change
 def test_loss_is_that_of_a_loop_by_hand(make_trainer: Make) -> None:
     student, teacher = gpt(), gpt(24, seed=2)
     reference = gpt()
