@@ -306,7 +306,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "export/conversion.py": 2,
         "export/generation_files.py": 1,
         "export/graphs.py": 15,
-        "export/pretrained.py": 9,
+        "export/pretrained.py": 10,
         "export/soft_labels.py": 3,
         "export/sources.py": 4,
         "export/teachers.py": 3,
@@ -420,7 +420,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "zero/extension.py": 3,
     },
     "a value of the reader, for the option that the message names": {
-        "export/pruned.py": 2,
+        "export/pruned.py": 1,
         "cards/arguments.py": 2,
         "cards/lengths.py": 1,
         "cards/settings.py": 2,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_solo.cli.trained_run import run_of
+from lightning_solo.cli.trained_run import parts_of, run_of
 from lightning_solo.errors import CheckpointError, PresetError
 
 
@@ -40,12 +40,10 @@ def write_graph(
     sys.path.insert(0, str(Path.cwd()))  # it has the user's module
     ranges = {name: _range(f"--{name}", text) for name, text in (("batch", batch), ("length", length))}
     run = run_of(source, allow, "solo.export_graph(module, batch, 'file.onnx')")
-    from lightning_solo.cli.train import build_parts
     from lightning_solo.export.graphs import BATCH, SUFFIXES, export_graph
     from lightning_solo.export.trained_weights import load_trained_weights
 
-    module, data = build_parts(run.checked)
-    module.configure_model()
+    module, data = parts_of(run)
     load_trained_weights(module, run.checkpoint)
     return export_graph(
         module,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_solo.cli.trained_run import TrainedRun, run_of
+from lightning_solo.cli.trained_run import parts_of, run_of
 from lightning_solo.errors import CheckpointError, NothingToDoError, SoloError
 
 BATCHES = 16
@@ -53,7 +53,7 @@ def write_quantized(
     run = run_of(source, allow, "solo.export_quantized(module, 'folder')")
     from lightning_solo.export.quantized import export_quantized
     from lightning_solo.export.sources import read
-    from lightning_solo.export.weights import source_of
+    from lightning_solo.export.weights import source_of, widest_weights
     from lightning_solo.nn.adapter_weights import RECORD as ADAPTER
     from lightning_solo.nn.fake_quantization import RECORD
     from lightning_solo.nn.packed_weights import load
@@ -69,9 +69,10 @@ def write_quantized(
     patterns = "linear" if layers == ["linear"] else layers
     written = {"bits": bits, "group_size": group_size, "activations": activations, "layers": patterns}
     options: dict[str, Any] = {**DEFAULTS, **record, **{name: v for name, v in written.items() if v is not None}}
-    module, data = _parts(run)
-    try:
-        module.load_state_dict(source_of(run.checkpoint).weights)
+    module, data = parts_of(run)
+    weights = source_of(run.checkpoint)
+    try:  # rounded in training were the weights as they are; otherwise fp32 masters are closer
+        module.load_state_dict(weights.weights if record else widest_weights(weights))
     except RuntimeError as error:
         raise CheckpointError(
             f"{run.checkpoint} has weights of another module than {run.folder}/config.yaml:"
@@ -83,20 +84,11 @@ def write_quantized(
         raise type(error)(re.sub(r"\b(bits|group_size|activations|layers)=", _option, str(error))) from error
     aware = bool(record) and all(options[name] == value for name, value in record.items())
     lines.append("the run was trained with these rounded weights" if aware else "quantization after training")
-    return [*lines, *_compared(module, load(_parts(run)[0], output), data)]
+    return [*lines, *_compared(module, load(parts_of(run)[0], output), data)]
 
 
 def _option(match: re.Match[str]) -> str:
     return f"--{match[1].replace('_', '-')} "
-
-
-def _parts(run: TrainedRun) -> tuple[Any, Any]:
-    """Return the module, with random weights, and its data."""
-    from lightning_solo.cli.train import build_parts
-
-    module, data = build_parts(run.checked)
-    module.configure_model()
-    return module, data
 
 
 def _compared(before: Any, after: Any, data: Any) -> list[str]:

@@ -121,6 +121,15 @@ def run_of(source: Path, allow: Sequence[str], in_python: str) -> TrainedRun:
     return open_run(folder, "last" if source.is_dir() else str(source), allow=allow)
 
 
+def parts_of(run: TrainedRun) -> tuple[Any, Any]:
+    """Return a run's module with the weights that it begins with, and its data."""
+    from lightning_solo.cli.train import build_parts
+
+    module, data = build_parts(run.checked)
+    module.configure_model()
+    return module, data
+
+
 def _checkpoint(folder: Path, name: str) -> Path:
     from lightning_solo.cli.generate import best_of
     from lightning_solo.export.sources import checkpoint_of

@@ -81,7 +81,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(inputs: Any, positions: Sequence[int]) -> Rows:
-    """Return the identity of the rows of a model's inputs: all tensors with a row each, without padding and labels.
+    """Return a digest of each row of a model's inputs, which leaves out padding and labels.
 
     Args:
         inputs: arguments of the call; padding is where ``attention_mask`` is 0.
@@ -146,7 +146,7 @@ class SoftLabels:
         self.origin = read_origin(path)
         self._bytes = np.memmap(path, np.uint8, "r")
         index = _Index(self.origin)
-        end = index.read(self._bytes, checked=False)
+        end = index.read(self._bytes)
         if not index.is_complete or end != len(self._bytes):
             raise CheckpointError(f"{path}: it is cut off or damaged after {end:,} bytes; {REMEDY}")
         keys, self._words, self._entropies, self._lengths = index.columns()
@@ -198,11 +198,8 @@ class _Index:
         self.is_complete = False
         self._blocks: list[tuple[Any, Any, Any, Any]] = []
 
-    def read(self, content: Any, *, checked: bool) -> int:
-        """Add the whole blocks of a file's content; return where they end.
-
-        ``checked`` compares checksums, for which all is read.
-        """
+    def read(self, content: Any) -> int:
+        """Add blocks up to the first one that is cut off or has another checksum; return the offset of their end."""
         at, size = _HEAD, self.origin.draws * self.origin.dtype.itemsize
         while at + _BLOCK.size <= len(content) and not self.is_complete:
             mark, rows, positions, checksum = _BLOCK.unpack(content[at : at + _BLOCK.size])
@@ -210,7 +207,7 @@ class _Index:
             end = begin + 12 * rows + positions * self.origin.position_bytes
             if mark != _MARK or end > len(content):
                 break
-            if checked and zlib.crc32(content[begin:end]) != checksum:
+            if zlib.crc32(content[begin:end]) != checksum:
                 break
             keys = np.frombuffer(content[begin : begin + 8 * rows], np.uint64)
             lengths = np.frombuffer(content[begin + 8 * rows : begin + 12 * rows], np.uint32).astype(np.int64)
@@ -285,7 +282,7 @@ class SoftLabelWriter:
             )
         content = np.memmap(self._partial, np.uint8, "r")
         index = _Index(origin)
-        end = index.read(content, checked=True)
+        end = index.read(content)
         self.seen = index.keys()
         self.kept = len(self.seen)
         del content

@@ -66,7 +66,7 @@ def write_adapter(trained: TrainedModel, folder: Path, dtype: torch.dtype | None
 
 
 def is_classifier(model: Any) -> bool:
-    """Return whether a model's outputs are labels, which its configuration names."""
+    """Return whether a model is a classifier, so that its configuration names labels."""
     return type(model).__name__.endswith(("ForSequenceClassification", "ForTokenClassification"))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +17,16 @@ from torch import Tensor, nn
 
 from lightning_solo.attributes import replaced
 from lightning_solo.checkpoint.folders import whole_folder
-from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, PresetError, SoloError, nearest
+from lightning_solo.errors import (
+    BudgetError,
+    CapabilityError,
+    CheckpointError,
+    ConflictError,
+    PresetError,
+    SoloError,
+    listed,
+    nearest,
+)
 from lightning_solo.export.adapter_folder import is_classifier, write_adapter
 from lightning_solo.export.formats import BASES, DTYPES
 from lightning_solo.export.generation_files import write_generation_files, write_tokenizer
@@ -23,6 +34,7 @@ from lightning_solo.export.gguf import find_llama_cpp, write_gguf
 from lightning_solo.export.sources import checkpoint_of
 from lightning_solo.export.trained_models import TrainedModel, Words, quiet, trained_model
 from lightning_solo.export.weights import TYPES
+from lightning_solo.machine import is_installed
 from lightning_solo.nn.adaptation import imported
 from lightning_solo.nn.adapter_merging import merge, merge_summary
 from lightning_solo.units import format_bytes
@@ -303,3 +315,37 @@ def require_space(folder: Path, needed: int) -> None:
             needed,
             free,
         )
+
+
+def write_with_loader(
+    folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], loader: ModuleType
+) -> int:
+    """Write ``model.safetensors``, ``config.json`` and a module's source as ``load.py``; return the bytes of all.
+
+    Raises:
+        CheckpointError: the folder can't be written; then nothing is left.
+        BudgetError: the disk has too little space.
+    """
+    from safetensors.torch import save_file
+
+    with written_folder(folder) as new:
+        require_space(new, sum(value.nbytes for value in tensors.values()))
+        save_file(dict(tensors), new / "model.safetensors", metadata={"format": "pt"})
+        (new / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        shutil.copyfile(str(loader.__file__), new / "load.py")
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def require_tensors(folder: Path, weights: Mapping[str, Any]) -> None:
+    """Refuse weights that safetensors can't store.
+
+    Raises:
+        CheckpointError: an entry isn't a tensor.
+        CapabilityError: the package safetensors is missing.
+    """
+    if not is_installed("safetensors"):
+        raise CapabilityError(
+            f"{folder}: the package safetensors is not installed; write pip install lightning-solo[safetensors]"
+        )
+    if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
+        raise CheckpointError(f"{folder}: safetensors stores tensors alone, not {listed(others)}")

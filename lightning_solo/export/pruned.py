@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_solo.errors import CapabilityError, CheckpointError, NothingToDoError, listed
+from lightning_solo.errors import NothingToDoError
 from lightning_solo.export import sparse_weights
-from lightning_solo.export.pretrained import new_folder, require_space, written_folder
+from lightning_solo.export.pretrained import new_folder, require_tensors, write_with_loader
 from lightning_solo.export.weights import export_weights
-from lightning_solo.machine import is_installed
 from lightning_solo.units import format_bytes
 
 
@@ -47,26 +44,14 @@ def export_pruned(
         PresetError: an unknown ``dtype``, or no ``output`` for a module.
     """
     folder = new_folder(source, output, "pruned", overwrite=overwrite)
-    if not is_installed("safetensors"):
-        raise CapabilityError(
-            f"{folder}: the package safetensors is not installed; write pip install lightning-solo[safetensors]"
-        )
     weights = export_weights(source, dtype, live=live)
-    if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
-        raise CheckpointError(f"{folder}: safetensors stores tensors alone, not {listed(others)}")
+    require_tensors(folder, weights)
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(value), name) for name, value in weights.items()}
     before = sum(weights[name].nbytes for name in first.values())
     stored, forms = _compressed({name: weights.pop(name) for name in first.values()})
-    with written_folder(folder) as new:
-        require_space(new, sum(value.nbytes for value in stored.values()))
-        from safetensors.torch import save_file
-
-        save_file(stored, new / "model.safetensors", metadata={"format": "pt"})
-        config = {"format": "lightning-solo pruned 1", "weights": forms, "names": names}
-        (new / "config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
-        shutil.copyfile(sparse_weights.__file__, new / "load.py")
-    after = sum(file.stat().st_size for file in folder.iterdir())
+    config = {"format": "lightning-solo pruned 1", "weights": forms, "names": names}
+    after = write_with_loader(folder, stored, config, sparse_weights)
     count, name = sum(form != "dense" for form, _ in forms.values()), source
     if isinstance(source, nn.Module):
         name = type(source).__name__

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_solo.errors import CheckpointError, PresetError, listed
-from lightning_solo.export.pretrained import new_folder, require_space, written_folder
+from lightning_solo.errors import PresetError, listed
+from lightning_solo.export.pretrained import new_folder, require_tensors, write_with_loader
 from lightning_solo.export.weights import source_of
 from lightning_solo.nn import packed_weights
 from lightning_solo.nn.blocks import counted
@@ -63,26 +61,18 @@ def export_quantized(
     rounding = Rounding(bits, group_size, activations)
     choice = chosen_layers(module, rounding, layers)
     weights = dict(source_of(module).weights)
-    if others := [name for name, value in weights.items() if not isinstance(value, Tensor)]:
-        raise CheckpointError(f"{folder}: safetensors stores tensors alone, not {listed(others)}")
+    require_tensors(folder, weights)
     before = sum({place(value): value.nbytes for value in weights.values()}.values())
-    with written_folder(folder) as new:
-        chosen = {*choice.layers.values()}
-        every = {name: part for name, part in module.named_modules(remove_duplicate=False) if part in chosen}
-        stored, config = _packed({**choice.layers, **every}, weights, rounding)
-        require_space(new, sum(value.nbytes for value in stored.values()))
-        from safetensors.torch import save_file
-
-        save_file(stored, new / "model.safetensors", metadata={"format": "pt"})
-        (new / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        shutil.copyfile(packed_weights.__file__, new / "load.py")
+    chosen = {*choice.layers.values()}
+    every = {name: part for name, part in module.named_modules(remove_duplicate=False) if part in chosen}
+    after = write_with_loader(folder, *_packed({**choice.layers, **every}, weights, rounding), packed_weights)
     scale = f"in groups of {group_size}" if group_size else "by rows"
     left = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
     return [
         f"quantized: {folder}, {counted(choice.layers.values())} with {bits} bits {scale}"
         f"{', inputs with 8 bits' if activations == 'int8' else ''};"
         f" {choice.left_share:.0%} of the numbers are as they were{f': {left}' if left else ''}",
-        f"bytes: {format_bytes(before)} before, {format_bytes((folder / 'model.safetensors').stat().st_size)} after",
+        f"bytes: {format_bytes(before)} before, {format_bytes(after)} after",
     ]
 
 

@@ -27,7 +27,7 @@ WIDTHS = (4, 2, 1)
 
 
 def pack(levels: Tensor, bits: int) -> Tensor:
-    """Return the integers of a weight, int8 (rows, width), as bytes: themselves at 8 bits, else uint8 (bytes,)."""
+    """Return integers, int8 (rows, width), packed as uint8 (bytes,); those of 8 bits are returned as they are."""
     if bits == 8:
         return levels
     flat = levels.flatten()

@@ -39,7 +39,7 @@ def parameters(target: str) -> dict[str, Parameter]:
     node = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == name)
     init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     if init is None:
-        return _fields(node, tree)
+        return _fields(node, tree, module)
     arguments = init.args.args[1:] + init.args.kwonlyargs
     missing = [None] * (len(init.args.args) - 1 - len(init.args.defaults))
     defaults = [*missing, *init.args.defaults, *init.args.kw_defaults]
@@ -48,9 +48,10 @@ def parameters(target: str) -> dict[str, Parameter]:
     }
 
 
-def _fields(node: ast.ClassDef, tree: ast.Module) -> dict[str, Parameter]:
-    """Return the arguments of a dataclass: the fields of its bases in this package, then its own."""
-    modules = {name.name: n.module for n in tree.body if isinstance(n, ast.ImportFrom) for name in n.names}
+def _fields(node: ast.ClassDef, tree: ast.Module, module: str) -> dict[str, Parameter]:
+    """Return the arguments of a class without constructor: those of its bases in this package, then its own fields."""
+    modules = {n.name: module for n in tree.body if isinstance(n, ast.ClassDef)}
+    modules |= {name.name: str(n.module) for n in tree.body if isinstance(n, ast.ImportFrom) for name in n.names}
     bases = [ast.unparse(base) for base in node.bases]
     found = {key: p for base in bases if base in modules for key, p in parameters(f"{modules[base]}:{base}").items()}
     for each in node.body:

@@ -328,3 +328,8 @@ def left_out(seam: str, outer: Technique, inner: Technique) -> ConflictError:
         f"{names[0]} and {names[1]}: {names[0]}.{seam} returned without calling proceed, so {names[1]}.{seam} never"
         f" ran; call proceed in {names[0]}.{seam}, or drop one of them"
     )
+
+
+def optimizer_steps(trainer: Any) -> int:
+    """Return how often each optimizer has stepped; several are taken to step equally often."""
+    return int(trainer.global_step) // max(1, len(trainer.optimizers))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,22 +93,24 @@ def test_flipped_bytes_and_truncations_are_found(tmp_path: Path, every: int) -> 
     assert difference(path) is None
 
 
-@pytest.mark.parametrize("every", [11, long(1)])
+@pytest.mark.parametrize(("every", "bits"), [(11, [4]), long(1, range(8))])
 @pytest.mark.row(41)
-def test_without_a_manifest_flipped_bytes_are_found_or_change_nothing(tmp_path: Path, every: int) -> None:
+def test_without_a_manifest_flipped_bits_are_found_or_change_nothing(
+    tmp_path: Path, every: int, bits: Sequence[int]
+) -> None:
     path = tmp_path / "1.ckpt"
     save(path, 1)
     (tmp_path / MANIFEST).unlink()
     whole, saved = path.read_bytes(), torch.load(path, weights_only=True)
     accepted = 0
-    for place in range(0, len(whole), every):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+    for place, bit in product(range(0, len(whole), every), bits):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
         if difference(path) is None:
             accepted += 1
             loaded = torch.load(path, weights_only=True)
             assert torch.equal(loaded.pop("weight"), saved["weight"])
             assert loaded == {"global_step": 1, "epoch": 0}
-    assert accepted < len(whole) // every // 2
+    assert accepted < len(whole) * len(bits) // every // 2
 
 
 @pytest.mark.row(40)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+import lightning_solo as solo
 from lightning_solo.build import trainer_arguments
 from lightning_solo.cli.application import compose_application
 from lightning_solo.cli.command_line import TOP, check_config
@@ -63,6 +64,17 @@ def test_a_run_is_exported_with_the_weights_that_it_was_trained_with(
         assert torch.equal(loaded(ids), module.eval()(ids))
     with pytest.raises(CheckpointError, match="--force"):
         write_quantized(tmp_path / "run")
+
+
+def test_masters_of_a_compact_run_are_rounded_after_training(make_trainer: Make, tmp_path: Path) -> None:
+    module = finished(tmp_path / "run", make_trainer, ("solo=compact", *TINY))
+    source = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    write_quantized(source, tmp_path / "few", group_size=16)
+    loaded = load(type(module)(**module.hparams), tmp_path / "few").state_dict()
+    masters = {name: w for name, w in solo.export_weights(source).items() if name in loaded}
+    assert masters
+    assert any(not torch.equal(w, w.bfloat16().float()) for w in masters.values())
+    assert all(torch.equal(loaded[name], w) for name, w in masters.items())
 
 
 def test_any_run_is_exported_after_training(make_trainer: Make, tmp_path: Path) -> None:

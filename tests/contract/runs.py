@@ -38,7 +38,7 @@ def fields(*cards: Card, precision: str = PRECISION) -> dict[str, Any]:
 
 
 class Attending(Classifier):
-    """A classifier with attention, among the parts of a row, and an activation before its head."""
+    """A classifier with attention between the parts of a row, and an activation before its head."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)

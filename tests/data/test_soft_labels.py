@@ -152,6 +152,15 @@ def test_damaged_block_of_a_partial_file_is_written_anew(tmp_path: Path) -> None
     assert (tmp_path / "a").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
+def test_flipped_bit_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", [((texts(),), {})])
+    content = bytearray((tmp_path / "a").read_bytes())
+    content[600] ^= 1  # in the first block
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(CheckpointError, match=mentions("damaged", "soft-labels")):
+        SoftLabels(tmp_path / "a")
+
+
 def test_incomplete_and_other_files_are_refused(tmp_path: Path) -> None:
     x = texts()
     write(tmp_path / "a", [((x,), {})])

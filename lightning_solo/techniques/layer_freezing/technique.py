@@ -14,7 +14,7 @@ from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.freezing import Depths, frozen_parts, matching
 from lightning_solo.nn.quantized import count_parameters
 from lightning_solo.optim.group_division import split_groups
-from lightning_solo.seams.run import Run
+from lightning_solo.seams.run import Run, optimizer_steps
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.layer_freezing.card import CARD, Settings
 
@@ -100,8 +100,7 @@ class LayerFreezing(Technique, Settings):
         """Train the blocks of this epoch or step."""
         if self._depths is None:
             return
-        steps = trainer.global_step // max(1, len(trainer.optimizers))
-        blocks = self.blocks_at(trainer.current_epoch, steps)
+        blocks = self.blocks_at(trainer.current_epoch, optimizer_steps(trainer))
         if blocks != self._now:
             self._set(blocks)
             self._now = blocks

@@ -13,7 +13,7 @@ from lightning_solo.memory.host_slabs import is_planned
 from lightning_solo.nn.prunable import Choice, prunable_weights
 from lightning_solo.optim.memory_order import is_dense
 from lightning_solo.optim.weight_masks import WeightMasks, count_bits
-from lightning_solo.seams.run import Run
+from lightning_solo.seams.run import Run, optimizer_steps
 from lightning_solo.seams.technique import Checkpoint, Technique
 from lightning_solo.techniques.pruning.card import CARD, FOURS, OPTION, Settings
 from lightning_solo.units import format_bytes
@@ -83,7 +83,7 @@ class Pruning(Technique, Settings):
         ctx, choice = self.ctx, self._choice
         assert ctx is not None  # joined in setup
         assert choice is not None  # made in transform
-        self._seen = step = self._steps(trainer)
+        self._seen = step = optimizer_steps(trainer)
         self._check_schedule(trainer, step)
         masks = WeightMasks({name: pl_module.get_parameter(name) for name in choice.weights})
         if step > 0 and self._saved:
@@ -97,10 +97,6 @@ class Pruning(Technique, Settings):
             f" ({listed(masks.weights)}) can be pruned; masks take {format_bytes(masks.nbytes)}; left out are"
             f" {left_out or 'none'}"
         )
-
-    def _steps(self, trainer: Any) -> int:
-        """Return the steps of each optimizer; several are taken to step equally often."""
-        return int(trainer.global_step) // max(1, len(trainer.optimizers))
 
     def _check_schedule(self, trainer: Any, step: int) -> None:
         if step > self.begin and not self._saved:
@@ -125,7 +121,7 @@ class Pruning(Technique, Settings):
         masks, ctx = self._masks, self.ctx
         if masks is None or ctx is None:
             return
-        step = self._steps(trainer)
+        step = optimizer_steps(trainer)
         if step < self._seen:  # weights are those of an earlier checkpoint
             self._apply(ctx, masks)
         self._seen = step

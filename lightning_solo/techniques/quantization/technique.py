@@ -10,7 +10,7 @@ from lightning_solo.errors import PresetError, listed
 from lightning_solo.nn.blocks import counted
 from lightning_solo.nn.fake_quantization import RECORD, Rounding, chosen_layers, round_weights
 from lightning_solo.nn.forwards import restore_forwards
-from lightning_solo.seams.run import Run
+from lightning_solo.seams.run import Run, optimizer_steps
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.quantization.card import CARD, Settings
 
@@ -77,7 +77,7 @@ class Quantization(Technique, Settings):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Round from the first step on that is to be trained so."""
         if self._layers:
-            self._set(active=trainer.global_step // max(1, len(trainer.optimizers)) >= self.start_step)
+            self._set(active=optimizer_steps(trainer) >= self.start_step)
 
     def _set(self, *, active: bool) -> None:
         self._rounding.active = active

@@ -18,7 +18,7 @@ from lightning_solo.memory.host_slabs import require_host_room
 from lightning_solo.optim.averages import Average, averaged_weights
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.seams import patches
-from lightning_solo.seams.run import Run
+from lightning_solo.seams.run import Run, optimizer_steps
 from lightning_solo.seams.strategy import join
 from lightning_solo.seams.technique import Checkpoint, Technique
 from lightning_solo.techniques.weight_averaging.card import CARD, Settings
@@ -154,7 +154,7 @@ class WeightAverage(Technique, Settings):
         assert self.ctx is not None
         if self._seen is None:
             self._seen = trainer.global_step
-            self._steps = trainer.global_step // max(1, len(trainer.optimizers))
+            self._steps = optimizer_steps(trainer)
             if self._steps:
                 self.ctx.info(
                     f"weight_averaging: there is no average of earlier steps; it begins after step {self._steps}"
