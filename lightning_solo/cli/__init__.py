@@ -32,6 +32,9 @@ COMMANDS = {
     "doctor": "print what this machine has and what each preset lacks here; --build compiles DeepSpeed's extensions",
 }
 
+WITH_USER_CODE = ("train", "plan", "ladder", "export", "predict", "soft-labels")
+"""Commands that may import the user's modules from the current folder."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the sub-command that is the first argument, and exit.
@@ -58,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name in ("show", "presets", "doctor") and {"-h", "--help"} & {*rest}:  # the others have options to list
             print(command.__doc__)
             raise SystemExit(0)
+        if name in WITH_USER_CODE:
+            sys.path.insert(0, str(Path.cwd()))  # as `python -m` does; a console script lacks it
         code = command.run(rest)
     except SoloError as error:
         refuse(str(error))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ def write_graph(
         CheckpointError: the checkpoint isn't in the folder of a run, or is of another module.
         SoloError: as `export_graph`.
     """
-    sys.path.insert(0, str(Path.cwd()))  # it has the user's module
     ranges = {name: _range(f"--{name}", text) for name, text in (("batch", batch), ("length", length))}
     run = run_of(source, allow, "solo.export_graph(module, batch, 'file.onnx')")
     from lightning_solo.export.graphs import BATCH, SUFFIXES, export_graph

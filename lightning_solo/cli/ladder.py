@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -60,7 +59,6 @@ def rung(config: RungConfig) -> dict[str, Any]:
 
 def run(arguments: Sequence[str]) -> int:
     """Run, print and write the ladder; return 0 if a rung finished or, with ``--until``, if one fits."""
-    sys.path.insert(0, str(Path.cwd()))  # it has the user's module, and a console script lacks it
     options = parse(arguments)
     cfg = compose_base(options)
     settings, preload = settings_of(cfg)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lightning_solo.cards.configuration import Configuration
@@ -48,7 +46,6 @@ def budget_here(budget: int | None) -> int:
 
 def run(arguments: Sequence[str]) -> int:
     """Plan, and print the plans; return 0 if a preset fits."""
-    sys.path.insert(0, str(Path.cwd()))  # it has the user's module, and a console script lacks it
     options = parse(arguments)
     if options.calibrate:
         return measure(as_json=options.as_json)

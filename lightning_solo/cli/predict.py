@@ -21,7 +21,6 @@ TAKES = (
 
 def run(arguments: Sequence[str]) -> int:
     """Write the predictions, and print lines about them."""
-    sys.path.insert(0, str(Path.cwd()))  # it has the user's module, and a console script lacks it
     options = parse(arguments)
     size = None if options.batch_size is None else positive("--batch-size", options.batch_size, 64)
     trained = open_run(options.source, options.checkpoint, options.overrides, options.allow)

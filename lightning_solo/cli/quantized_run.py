@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import textwrap
 import time
 import warnings
@@ -49,7 +48,6 @@ def write_quantized(
         NothingToDoError: the run trained adapters.
         SoloError: as `export_quantized`.
     """
-    sys.path.insert(0, str(Path.cwd()))  # it has the user's module, and a console script lacks it
     run = run_of(source, allow, "solo.export_quantized(module, 'folder')")
     from lightning_solo.export.quantized import export_quantized
     from lightning_solo.export.sources import read

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,6 @@ OF_TRAINER = ("accelerator", "devices", "enable_progress_bar")
 
 def run(arguments: Sequence[str]) -> int:
     """Write the file and print a line about it."""
-    sys.path.insert(0, str(Path.cwd()))  # it has the user's module, and a console script lacks it
     options = parse(arguments)
     draws = positive("--draws", options.draws, 16)
     batches = None if options.batches is None else positive("--batches", options.batches, 1000)

@@ -62,7 +62,6 @@ PRELOAD = ("lightning.pytorch", "lightning_solo.reference.byte_gpt", "lightning_
 
 def run(arguments: Sequence[str]) -> int:
     """Train once, or let Hydra run a command line with its flags, such as ``-m`` for a sweep."""
-    sys.path.insert(0, str(Path.cwd()))  # it has the user's module, and a console script lacks it
     flags, overrides = split(arguments)
     if not flags and not any(text.startswith("hydra.mode=") for text in overrides):
         with composed_once(overrides) as (cfg, checked, context):
