@@ -112,6 +112,7 @@ def test_rows_are_those_of_one_by_one(options: dict[str, Any], make_trainer: Mak
     )
 
 
+@pytest.mark.long
 def test_memory_is_flat_over_1000_batches(make_trainer: Make, tmp_path: Path) -> None:
     counts: list[int] = []
 

@@ -234,6 +234,7 @@ def test_activations_are_those_of_one_part(make_trainer: Make, accelerator: str)
     assert peaks[8] < peaks[32] < 0.5 * peaks[None]
 
 
+@pytest.mark.long
 def test_a_plan_has_the_whole_batch_and_the_activations_of_a_part() -> None:
     def make() -> Towers:
         module = Towers()
