@@ -97,6 +97,8 @@ class Card:
         instead: resource -> setting or override with which this technique doesn't own it.
         first_factor: returns the micro-batches of the first optimizer step; only for a technique that owns
             ``accumulation_factor``.
+        zeroes_until: returns the optimizer step before which the technique sets weights to zero for the last time that
+            were trained before; None if it sets none.
         rules: each returns why the technique doesn't fit a configuration and what to write, or None if it fits.
         caveat: returns the reason why the technique must be chosen by name, or None. `auto` doesn't choose a preset
             with a caveat, and plans of all presets list it last. Owning ``trained_parameters`` implies a caveat.
@@ -125,6 +127,7 @@ class Card:
     frees: Resources = frozenset()
     instead: Mapping[str, str] = field(default_factory=dict)
     first_factor: Callable[[Any], int] | None = None
+    zeroes_until: Callable[[Any], int] | None = None
     rules: tuple[Callable[[Any, Configuration], str | None], ...] = ()
     caveat: Callable[[Any], str | None] | None = None
     requires: tuple[Requirement, ...] = ()

@@ -10,7 +10,7 @@ own, and a thread adds them to the average. Both run while the GPU computes the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -31,6 +31,40 @@ def averaged_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
         name: each for state in states if isinstance(state, Mapping) for name, each in state.get(AVERAGE, {}).items()
     }
+
+
+class WeightSwap:
+    """Averages in the place of parameters, whose own weights wait until `end`.
+
+    Attributes:
+        aside: parameter -> its own weight, and the version of the parameter while it has the average.
+    """
+
+    def __init__(self) -> None:
+        self.aside: dict[Tensor, tuple[Tensor, int]] = {}
+
+    @torch.inference_mode(False)  # a tensor made in a validation is used in training
+    @torch.no_grad()
+    def begin(self, averages: Iterable[tuple[Tensor, Tensor]], *, on_host: bool = True) -> None:
+        """Put averages into parameters, and keep their own weights on the host or beside them; once until `end`."""
+        for p, average in averages:
+            if p not in self.aside:
+                own = p.detach().to("cpu" if on_host else p.device, copy=True)
+                p.copy_(average)
+                self.aside[p] = own, p._version
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def end(self) -> None:
+        """Put the parameters' own weights back, to the bit; a second call does nothing."""
+        for p, (own, _) in self.aside.items():
+            p.copy_(own)
+        self.aside.clear()
+
+    def own(self, p: Tensor) -> Tensor:
+        """Return a parameter's own weight, also while it has an average; a later change of the parameter is its own."""
+        own, version = self.aside.get(p, (p, -1))
+        return own if p._version == version else p.detach()
 
 
 class Average:

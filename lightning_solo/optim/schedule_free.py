@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_solo.optim.averages import WeightSwap
 from lightning_solo.optim.one_by_one import OneByOne
 from lightning_solo.optim.param_groups import parameters_of
 
 TRAINED = "training_weight"
-"""The state in which a parameter's training weight waits while the parameter holds the average."""
+"""The state with a parameter's training weight in a file whose weights are the average."""
 
 
 class ScheduleFreeAdamW(OneByOne):
@@ -57,6 +58,10 @@ class ScheduleFreeAdamW(OneByOne):
         weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        self._swap = WeightSwap()
+
+    def __getstate__(self) -> dict[str, Any]:  # torch's leaves out unknown attributes
+        return {**super().__getstate__(), "_swap": self._swap}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group after a check of its hyperparameters."""
@@ -65,7 +70,7 @@ class ScheduleFreeAdamW(OneByOne):
             raise ValueError("ScheduleFreeAdamW: betas[0]=0 leaves no average; write a number above 0, as 0.9")
 
     def _update(self, p: nn.Parameter, grad: Tensor, group: Mapping[str, Any], state: dict[str, Any]) -> None:
-        if TRAINED in state:
+        if p in self._swap.aside or TRAINED in state:
             raise RuntimeError("the parameters hold the average; call optimizer.train() before forward")
         beta1, beta2 = group["betas"]
         if not state:
@@ -90,32 +95,33 @@ class ScheduleFreeAdamW(OneByOne):
         """Yield each parameter that was stepped, with its average."""
         for group in self.param_groups:
             for p in group["params"]:
-                state = self.state.get(p, {})
-                if "z" in state:
-                    yield p, p.detach() if TRAINED in state else p.detach().lerp(state["z"], 1 - 1 / group["betas"][0])
+                if "z" in (state := self.state.get(p, {})):
+                    holds = p in self._swap.aside
+                    yield p, p.detach() if holds else p.detach().lerp(state["z"], 1 - 1 / group["betas"][0])
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def evaluate(self) -> None:
         """Put the average into the parameters; a second call does nothing."""
-        for p, average in self.averaged():
-            if TRAINED not in self.state[p]:
-                self.state[p][TRAINED] = p.detach().to("cpu", copy=True)
-                p.copy_(average)
+        self._swap.begin(self.averaged())
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def train(self) -> None:
-        """Put the training weights back into the parameters; a second call does nothing."""
+        """Put the training weights back into the parameters, or those of loaded states; a second call does nothing."""
+        self._swap.end()
         for p, state in self.state.items():
             if TRAINED in state:
                 p.copy_(state.pop(TRAINED))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states; with the training weights while the parameters hold the average."""
+        states = super().state_dict()
+        return self.saved(states) if self._swap.aside else states
 
     def saved(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return this optimizer's state dict with the training weights, for a file whose weights are the average."""
         parameters = parameters_of(self)
         with_weights = {
-            number: state if TRAINED in state else {**state, TRAINED: parameters[number].detach()}
+            number: {TRAINED: self._swap.own(parameters[number]), **state}
             for number, state in state_dict["state"].items()
         }
         return {**state_dict, "state": with_weights}

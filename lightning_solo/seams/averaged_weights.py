@@ -1,4 +1,4 @@
-"""Weights of optimizers that average: the average is validated, saved and left after the fit, others are trained."""
+"""Averages in the place of the weights: the average is validated, saved and left after the fit, others are trained."""
 
 from __future__ import annotations
 
@@ -14,12 +14,23 @@ from lightning_solo.seams.technique import Checkpoint, Technique
 
 
 class AveragedWeights(Technique):
-    """Switches a `ScheduleFreeAdamW` around validation, saving and the end of the fit, for which Lightning has no hook.
+    """Puts an average in the place of the weights for validation and the end of a fit, for which Lightning has no hook.
 
-    Training continues with the same bits after each. Without such an optimizer it does nothing.
+    Training continues with the same bits after each. The average is that of each `ScheduleFreeAdamW`; without such an
+    optimizer nothing is done. A subclass with an average of its own overrides `put_average` and `put_live`.
     """
 
     phase = Phase.OPTIMIZER
+
+    def put_average(self) -> None:
+        """Put the average into the module; a second call does nothing."""
+        for optimizer in averaging(self.ctx):
+            optimizer.evaluate()
+
+    def put_live(self) -> None:
+        """Put the trained weights back into the module; a second call does nothing."""
+        for optimizer in averaging(self.ctx):
+            optimizer.train()
 
     def checkpoint(self, ctx: Run) -> Checkpoint:
         """Return how averages are saved, and training weights loaded."""
@@ -28,28 +39,22 @@ class AveragedWeights(Technique):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Train from the training weights of a checkpoint."""
         super().on_train_start(trainer, pl_module)
-        self._train()
+        self.put_live()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Validate the average."""
         super().on_validation_start(trainer, pl_module)
-        for optimizer in averaging(self.ctx):
-            optimizer.evaluate()
+        self.put_average()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Train on."""
+        """Train on; checkpoints are saved after this."""
         super().on_validation_end(trainer, pl_module)
-        self._train()
+        self.put_live()
 
     def leaving(self, ctx: Run, proceed: Callable[[], Any]) -> None:
         """Leave the average in the module."""
-        for optimizer in averaging(ctx):
-            optimizer.evaluate()
+        self.put_average()
         proceed()
-
-    def _train(self) -> None:
-        for optimizer in averaging(self.ctx):
-            optimizer.train()
 
 
 class AveragedCheckpoint(Checkpoint):

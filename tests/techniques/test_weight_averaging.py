@@ -506,6 +506,15 @@ def test_start_after_the_end_and_untrained_modules_are_refused(make_trainer: Mak
         compose({"precision": "bf16-true", "strategy": {"name": "zero_offload"}, "callback": {"weight_averaging": {}}})
 
 
+def test_state_of_another_class_is_refused_by_name() -> None:
+    state = WeightAverage().state_dict()
+    WeightAverage().load_state_dict(state)
+    for foreign in ({}, {"average_model_state": {}}, {**state} | {"steps": 1, "seen": 1}):
+        foreign.pop("averaged_weights", None)
+        with pytest.raises(CheckpointError, match=mentions("callback.weight_averaging", "averaged_weights")):
+            WeightAverage().load_state_dict(foreign)
+
+
 def test_average_of_pruned_weights_is_as_sparse_and_begins_after_the_last_change(make_trainer: Make) -> None:
     pruning: dict[str, Any] = {"amount": 0.5, "schedule": "cubic", "begin": 1, "end": 5, "every_n_steps": 1}
     preset = {"callback": {"pruning": pruning, "weight_averaging": {"start_step": 4}}}

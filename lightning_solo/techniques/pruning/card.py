@@ -163,6 +163,7 @@ CARD = Card(
     " 4 bits, on the host or of another library",
     reference="Zhu and Gupta 2017, arXiv 1710.01878 (cubic); Mocanu et al. 2018, SET, arXiv 1707.04780 (regrow);"
     " Mishra et al. 2021, arXiv 2104.08378 (2:4)",
+    zeroes_until=lambda settings: int(settings.last_step),
     rules=(_others,),
     caveat=lambda settings: "sets weights to zero",
     on_cpu={"amount": 0.5},

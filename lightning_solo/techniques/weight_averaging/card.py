@@ -48,16 +48,15 @@ def _engine(settings: Settings, configuration: Configuration) -> str | None:
     return None
 
 
-def _pruned(settings: Settings, configuration: Configuration) -> str | None:
+def _sparse(settings: Settings, configuration: Configuration) -> str | None:
     for chosen in configuration.techniques:
-        if chosen.card.name == "pruning":
-            last = chosen.settings.begin if chosen.settings.end is None else chosen.settings.end
-            if settings.start_step < last:
-                return (
-                    f"callback.weight_averaging.start_step={settings.start_step} and callback.pruning, which prunes"
-                    f" until step {last}: an average with earlier weights isn't zero where they are pruned later; write"
-                    f" callback.weight_averaging.start_step={last}"
-                )
+        last = 0 if chosen.card.zeroes_until is None else chosen.card.zeroes_until(chosen.settings)
+        if settings.start_step < last:
+            return (
+                f"callback.weight_averaging.start_step={settings.start_step} and {chosen.option}, which sets weights to"
+                f" zero until step {last}: an average with earlier weights isn't zero there; write"
+                f" callback.weight_averaging.start_step={last}"
+            )
     return None
 
 
@@ -90,7 +89,7 @@ CARD = Card(
     reference="Polyak and Juditsky 1992, SIAM J. Control Optim. 30(4); Izmailov et al. 2018, SWA,"
     " https://arxiv.org/abs/1803.05407",
     owns=frozenset({"averaged_weights"}),
-    rules=(_engine, _pruned),
+    rules=(_engine, _sparse),
     on_cpu={"decay": 0.5},
     planned="lightning_solo.techniques.weight_averaging.card:planned",
     footprint="lightning_solo.techniques.weight_averaging.card:footprint",

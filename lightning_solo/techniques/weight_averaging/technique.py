@@ -15,19 +15,20 @@ from torch.optim import Optimizer
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError, listed
 from lightning_solo.memory.host_slabs import require_host_room
-from lightning_solo.optim.averages import Average, averaged_weights
+from lightning_solo.optim.averages import AVERAGE, Average, WeightSwap, averaged_weights
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.seams import patches
+from lightning_solo.seams.averaged_weights import AveragedWeights
 from lightning_solo.seams.run import Run, optimizer_steps
 from lightning_solo.seams.strategy import join
-from lightning_solo.seams.technique import Checkpoint, Technique
+from lightning_solo.seams.technique import Checkpoint
 from lightning_solo.techniques.weight_averaging.card import CARD, Settings
 from lightning_solo.units import format_bytes
 
 OPTION = "callback.weight_averaging"
 
 
-class WeightAverage(Technique, Settings):
+class WeightAverage(AveragedWeights, Settings):
     """Averages the trained weights in fp32, and uses the average for validation and after the fit.
 
     Training, its schedule and its checkpoints' weights are those of a run without it: the average is among the
@@ -46,8 +47,7 @@ class WeightAverage(Technique, Settings):
         self._parameters: dict[str, Tensor] = {}
         self._frozen: dict[str, Tensor] = {}
         self._names: dict[str, Tensor] = {}  # with those of tied weights
-        # live weight, and version of the parameter, while that has the average in its place
-        self._live: dict[Tensor, tuple[Tensor, int]] = {}
+        self._swap = WeightSwap()
         self._split: list[SplitOptimizer] = []
         self._is_training = self._is_ended = False
 
@@ -105,6 +105,8 @@ class WeightAverage(Technique, Settings):
             self._parameters[name] = self._frozen.pop(name)
         self._note_names(pl_module)
         self._split = [each for each in trainer.optimizers if isinstance(each, SplitOptimizer)]
+        for optimizer in self._split:  # which look for the weights that their corrections belong to
+            optimizer.weights_aside = self._swap.aside
         self._place_loaded()
         self.ctx.undo.callback(self._leave)
         size = sum(max(4, p.element_size()) * p.numel() for p in self._parameters.values())
@@ -187,7 +189,7 @@ class WeightAverage(Technique, Settings):
 
     def _follow(self, trainer: Any) -> None:
         """Update the average if an optimizer has stepped since the last call."""
-        if self._seen is None or trainer.global_step == self._seen or self._live:
+        if self._seen is None or trainer.global_step == self._seen or self._swap.aside:
             return
         self._seen, self._steps = trainer.global_step, self._steps + 1
         after = self._steps - self.start_step
@@ -211,42 +213,24 @@ class WeightAverage(Technique, Settings):
     # --- the average in the place of the weights ---
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Validate with the average."""
-        if self.ctx is None or not self.ctx.training:
-            return
-        self._follow(trainer)
-        if self.evaluate == "average":
-            self._put_average()
+        """Validate with the average, and the last step in it."""
+        if self.ctx is not None and self.ctx.training:
+            self._follow(trainer)
+            super().on_validation_start(trainer, pl_module)
 
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Continue with the live weights; checkpoints are saved after this."""
+    def put_average(self) -> None:
+        """Put the average into the module, unless there is none, or the live weights are to be there."""
+        wanted = self.at_end if self._is_ended else self.evaluate
+        if wanted == "average" and self.average.updates:
+            self.average.settle()
+            self.average.wait_for_copies()
+            values = self.average.values
+            self._swap.begin(((p, values[name]) for name, p in self._parameters.items()), on_host=self.average.on_host)
+
+    def put_live(self) -> None:
+        """Continue with the live weights, unless the fit has ended."""
         if not self._is_ended:
-            self._put_live()
-
-    def _put_average(self) -> None:
-        """Put the average into the module, unless there is none, and keep the live weights."""
-        if not self.average.updates or self._live:
-            return
-        self.average.settle()
-        self.average.wait_for_copies()
-        with torch.inference_mode(False), torch.no_grad():
-            for name, p in self._parameters.items():
-                live = p.detach().to("cpu" if self.device == "host" else p.device, copy=True)
-                p.copy_(self.average.values[name])
-                self._live[p] = live, p._version
-        self._set_aside(self._live)
-
-    @torch.no_grad()
-    def _put_live(self) -> None:
-        live, self._live = self._live, {}
-        self._set_aside({})
-        for p, (value, _) in live.items():
-            p.copy_(value)
-
-    def _set_aside(self, live: Mapping[Tensor, tuple[Tensor, int]]) -> None:
-        """Tell optimizers where the weights are to which their corrections belong."""
-        for optimizer in self._split:
-            optimizer.weights_aside = live
+            self._swap.end()
 
     # --- the end ---
 
@@ -267,8 +251,9 @@ class WeightAverage(Technique, Settings):
         if not ctx.training:
             return
         self.average.end()
-        if self._is_ended and self.at_end == "average" and self.average.updates:
-            self._put_average()
+        if self._is_ended:
+            self.put_average()
+        if self._swap.aside:
             ctx.info(
                 f"weight_averaging: the module has the average of {self.average.updates} updates; a checkpoint that is"
                 " saved now has the live weights, to be resumed, and the average beside them"
@@ -276,8 +261,7 @@ class WeightAverage(Technique, Settings):
 
     def _leave(self) -> None:
         self._is_training = False
-        if not self._is_ended:  # failed, perhaps in a validation
-            self._put_live()
+        self.put_live()  # after a failure, perhaps in a validation
         self.average.end()
 
     # --- checkpoints ---
@@ -296,8 +280,13 @@ class WeightAverage(Technique, Settings):
         """Continue the average of a checkpoint.
 
         Raises:
-            CheckpointError: it is of another method.
+            CheckpointError: it is of another method, or no state of this technique.
         """
+        if missing := sorted({"method", "updates", "steps", "seen", AVERAGE} - state_dict.keys()):
+            raise CheckpointError(
+                f"{OPTION}: the checkpoint's state of {type(self).__name__} lacks {listed(missing)}: another class of"
+                f" this name wrote it; rename that class, or leave {OPTION} out to continue with the live weights"
+            )
         if state_dict["updates"] and state_dict["method"] != self.method:
             raise CheckpointError(
                 f"{OPTION}: the checkpoint's average is of method {state_dict['method']}; write"
@@ -315,9 +304,9 @@ class WeightAverage(Technique, Settings):
         """Return weights with the live ones where the average is in their place; later changes are kept."""
         result = dict(weights)
         for name in weights.keys() & self._names.keys():
-            live, version = self._live.get(self._names[name], (None, 0))
-            if live is not None and self._names[name]._version == version and weights[name].dtype == live.dtype:
-                result[name] = live  # another type is that of a master weight, which is live
+            own = self._swap.own(self._names[name])
+            if self._names[name] in self._swap.aside and weights[name].dtype == own.dtype:
+                result[name] = own  # another type is that of a master weight, which is live
         return result
 
     def with_average(self, weights: Mapping[str, Any]) -> dict[str, Any]:
