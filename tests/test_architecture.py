@@ -101,36 +101,36 @@ def imports(path: Path, *, top_level: bool) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_downwards(path: Path) -> None:
-    for name in imports(path, top_level=False):
-        if room(path) == "presets" and name.startswith(BACK_END_FACTS):
-            continue
-        if name.startswith("lightning_solo.") and (other := name.split(".")[1]) in LEVELS and other != room(path):
-            assert LEVELS[other] < LEVELS[room(path)], f"{room(path)} imports {name}"
+def test_imports_go_downwards() -> None:
+    for path in FILES:
+        for name in imports(path, top_level=False):
+            if room(path) == "presets" and name.startswith(BACK_END_FACTS):
+                continue
+            if name.startswith("lightning_solo.") and (other := name.split(".")[1]) in LEVELS and other != room(path):
+                assert LEVELS[other] < LEVELS[room(path)], f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_siblings_among_techniques_do_not_know_one_another(path: Path) -> None:
-    for name in imports(path, top_level=False):
-        parts = name.split(".")
-        if room(path) == "techniques" and parts[:2] == ["lightning_solo", "techniques"] and len(parts) > 2:
-            assert parts[2] == path.parent.name, f"{path} imports {name}; what both need moves to a room below"
+def test_siblings_among_techniques_do_not_know_one_another() -> None:
+    for path in FILES:
+        for name in imports(path, top_level=False):
+            parts = name.split(".")
+            if room(path) == "techniques" and parts[:2] == ["lightning_solo", "techniques"] and len(parts) > 2:
+                assert parts[2] == path.parent.name, f"{path} imports {name}; what both need moves to a room below"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_each_room_imports_only_what_it_may(path: Path) -> None:
-    roots = {name.split(".")[0] for name in imports(path, top_level=False)}
-    top = {name.split(".")[0] for name in imports(path, top_level=True)}
-    assert not top & LATE, "heavy optional packages are imported inside the function that needs them"
-    if room(path) in ("cards", "presets") or path.name in ("card.py", "back_end_facts.py"):
-        assert not roots & HEAVY, "presets are checked without torch"
-    if room(path) in ("data", "memory", "nn"):
-        assert not roots & (HEAVY - {"torch", "transformers"}), "mechanisms stand on plain torch"
-    if room(path) == "zero":
-        assert not roots & (HEAVY - {"torch", "deepspeed"}), "mechanisms stand on plain torch, and DeepSpeed's C++"
-    if room(path) in ("build", "attach", "cli"):
-        assert not top & HEAVY, "a typo is found before torch is imported"
+def test_each_room_imports_only_what_it_may() -> None:
+    for path in FILES:
+        roots = {name.split(".")[0] for name in imports(path, top_level=False)}
+        top = {name.split(".")[0] for name in imports(path, top_level=True)}
+        assert not top & LATE, f"{path}: heavy optional packages are imported inside the function that needs them"
+        if room(path) in ("cards", "presets") or path.name in ("card.py", "back_end_facts.py"):
+            assert not roots & HEAVY, f"{path}: presets are checked without torch"
+        if room(path) in ("data", "memory", "nn"):
+            assert not roots & (HEAVY - {"torch", "transformers"}), f"{path}: mechanisms stand on plain torch"
+        if room(path) == "zero":
+            assert not roots & (HEAVY - {"torch", "deepspeed"}), f"{path}: only plain torch, and DeepSpeed's C++"
+        if room(path) in ("build", "attach", "cli"):
+            assert not top & HEAVY, f"{path}: a typo is found before torch is imported"
 
 
 # Objects of Lightning, by the names that the package gives them -> an attribute with a private name.
