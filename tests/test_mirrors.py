@@ -28,7 +28,8 @@ ELSEWHERE = {
     "export/test_pruned.py": "export/sparse_weights",
     "export/test_weights.py": "cli/export export/formats export/sources optim/checkpoint_masters",
     "export/test_quantized.py": "nn/packed_weights",
-    "export/test_pretrained.py": "export/adapter_folder export/generation_files export/gguf export/trained_models",
+    "export/test_pretrained.py": "export/adapter_folder export/few_bits export/generation_files export/gguf"
+    " export/trained_models",
     "fine_tuning/test_chat.py": "fine_tuning/data_report fine_tuning/mapped_rows",
     "fine_tuning/test_auto_model.py": "fine_tuning/labelled",
     "fine_tuning/test_causal_lm.py": "fine_tuning/from_folder",

@@ -15,9 +15,9 @@ TAKES = (
     "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf|pruned|quantized|onnx|torch_export]"
     " [--output PATH] [--force]; of the first five [--dtype fp32|bf16|fp16] [--live]; of hf, adapter and"
     " gguf [--base-folder FOLDER] [--tokenizer FOLDER]; of hf and gguf [--base dequantized|original]; of hf"
-    " [--shard-size 5GB]; of gguf [--llama-cpp FOLDER] [--quantize q4_k_m]; of quantized [--bits 4] [--group-size 32]"
-    " [--activations int8] [--layers PATTERN,...]; of onnx and torch_export [--batch 1:1024] [--length 1:512]; of these"
-    " three [--allow PREFIX]"
+    " [--shard-size 5GB] [--bits 4|8]; of gguf [--llama-cpp FOLDER] [--quantize q4_k_m]; of quantized [--bits 4]"
+    " [--group-size 32] [--activations int8] [--layers PATTERN,...]; of onnx and torch_export [--batch 1:1024]"
+    " [--length 1:512]; of these three [--allow PREFIX]"
 )
 _CHOICES = {"format": tuple(FORMATS), "dtype": DTYPES, "base": BASES}
 
@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     others.add_argument("--shard-size", metavar="SIZE", help="the largest size of a file, by default 5GB")
     others.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp; by default $LLAMA_CPP or the path")
     others.add_argument("--quantize", metavar="TYPE", help="a type of llama.cpp's, such as q4_k_m")
-    others.add_argument("--bits", metavar="N", help="of a weight, 2 to 8; by default as the run rounded, or 4")
+    others.add_argument("--bits", metavar="N", help="of a weight: 4 or 8 of hf; 2 to 8 of quantized")
     others.add_argument("--group-size", metavar="N", help="weights that share a scale; 0: a row; by default 32")
     others.add_argument("--activations", metavar="int8", help="inputs of layers are rounded too")
     others.add_argument("--layers", metavar="PATTERN,...", help="names of layers; by default all but output heads")

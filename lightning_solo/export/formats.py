@@ -21,7 +21,7 @@ _GRAPH = "lightning_solo.cli.export_graph:write_graph"
 _FOLDER = "lightning_solo.export.pretrained:export_pretrained"
 FORMATS = {
     "weights": Format("lightning_solo.export.weights:write_weights", ("dtype", "live")),
-    "hf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "shard_size", "live")),
+    "hf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "shard_size", "bits", "live")),
     "adapter": Format(_FOLDER, ("dtype", "base_folder", "tokenizer", "live")),
     "pruned": Format("lightning_solo.export.pruned:write_pruned", ("dtype", "live")),
     "gguf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "llama_cpp", "quantize", "live")),

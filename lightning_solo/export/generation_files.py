@@ -56,7 +56,7 @@ def write_tokenizer(words: Words, output: Path) -> list[str]:
     return [] if chosen else [f"tokenizer: none in {folder}, so none was copied"]
 
 
-def write_generation_files(model: Any, base: Path | None, output: Path, weights: str = ".") -> list[str]:
+def write_generation_files(model: Any, base: Path | None, output: Path, weights: str | None = ".") -> list[str]:
     """Write the checked ``generation_config.json`` and a Modelfile for Ollama; return lines about mended values.
 
     A token that ends an answer in the chat template, and isn't among the ends, is added to them. A padding token that
@@ -66,7 +66,7 @@ def write_generation_files(model: Any, base: Path | None, output: Path, weights:
         model: of transformers.
         base: the folder whose generation_config.json is taken; that of ``model`` without one.
         output: the folder, with the tokenizer's files.
-        weights: the path of the weights, relative to the Modelfile.
+        weights: the path of the weights, relative to the Modelfile; None for weights that Ollama can't read.
     """
     if not model.can_generate():
         return []
@@ -85,7 +85,7 @@ def write_generation_files(model: Any, base: Path | None, output: Path, weights:
         (output / GENERATION).write_text(f"{text}\n", encoding="utf-8")
     else:
         shutil.copyfile(source, output / GENERATION)
-    if tokenizer is None or model.config.is_encoder_decoder:
+    if tokenizer is None or weights is None or model.config.is_encoder_decoder:
         return lines
     text, line = modelfile(tokenizer, _ids(content.get("eos_token_id")), weights)
     (output / "Modelfile").write_text(text, encoding="utf-8")

@@ -28,6 +28,7 @@ from lightning_solo.errors import (
     nearest,
 )
 from lightning_solo.export.adapter_folder import is_classifier, write_adapter
+from lightning_solo.export.few_bits import check_bits, exact_on_cpus, rounded
 from lightning_solo.export.formats import BASES, DTYPES
 from lightning_solo.export.generation_files import write_generation_files, write_tokenizer
 from lightning_solo.export.gguf import find_llama_cpp, write_gguf
@@ -63,6 +64,7 @@ def export_pretrained(
     shard_size: str = "5GB",
     llama_cpp: str | Path | None = None,
     quantize: str | None = None,
+    bits: int | None = None,
     live: bool = False,
     overwrite: bool = False,
 ) -> list[str]:
@@ -84,6 +86,7 @@ def export_pretrained(
         shard_size: largest size of a file.
         llama_cpp: folder of llama.cpp, for "gguf"; by default ``$LLAMA_CPP``, else the path of programs.
         quantize: type to which llama.cpp's own program quantizes, such as "q4_k_m".
+        bits: 4 or 8, of "hf": linear weights are rounded, and transformers loads them by bitsandbytes.
         live: whether the trained weights themselves are written where there is an average of them.
         overwrite: whether an earlier export is replaced.
 
@@ -91,7 +94,7 @@ def export_pretrained(
         NothingToDoError: the module has no model of Hugging Face's; or no adapter, of which the format is "adapter".
         CheckpointError: the base is missing or another one, or the folder can't be written; then nothing is left.
         BudgetError: the disk has too little space.
-        CapabilityError: transformers or llama.cpp is missing, or llama.cpp fails.
+        CapabilityError: transformers, bitsandbytes or llama.cpp is missing, or llama.cpp fails.
         PresetError: an unknown argument.
     """
     choices: dict[str, tuple[str | None, tuple[str, ...]]] = {
@@ -102,7 +105,8 @@ def export_pretrained(
     for option, (value, allowed) in choices.items():
         if value not in allowed and (option, value) != ("dtype", None):
             raise PresetError(f"{option}={value!r}{nearest(str(value), allowed)}write {' or '.join(allowed)}")
-    folder = new_folder(source, output, format, overwrite=overwrite)
+    check_bits(format, bits)
+    folder = new_folder(source, output, format if bits is None else f"{format}-{bits}bit", overwrite=overwrite)
     programs = find_llama_cpp(None if llama_cpp is None else Path(llama_cpp), quantize) if format == "gguf" else None
     _refuse_inside(folder, [base_folder, tokenizer, *([] if isinstance(source, nn.Module) else [source])])
     trained = trained_model(
@@ -122,7 +126,7 @@ def export_pretrained(
             lines += write_tokenizer(trained.words, new) if has_own_words else []
             lines += _compared_by_peft(trained, new)
         elif programs is None:
-            lines = write_model(trained, new, dtype, base, shard_size)
+            lines = write_model(trained, new, dtype, base, shard_size, bits)
         else:
             (model_folder := new / folder.name).mkdir()  # which llama.cpp takes as the model's name
             lines = write_model(trained, model_folder, dtype, base, shard_size)
@@ -134,7 +138,9 @@ def export_pretrained(
 # --- the merged model ---
 
 
-def write_model(trained: TrainedModel, folder: Path, dtype: str | None, base: str, shard_size: str) -> list[str]:
+def write_model(
+    trained: TrainedModel, folder: Path, dtype: str | None, base: str, shard_size: str, bits: int | None = None
+) -> list[str]:
     """Write the model with its adapter merged, and everything that generation needs; return lines about it."""
     model, lines = trained.model, list(trained.notes)
     before = logits(model)
@@ -151,14 +157,27 @@ def write_model(trained: TrainedModel, folder: Path, dtype: str | None, base: st
     for p in model.parameters():
         if p.is_floating_point():
             p.data = p.data.to(trained.dtype or p.dtype if dtype is None else TYPES[dtype])
+    options: dict[str, Any] = {}
+    if bits is not None:
+        merged = logits(model)
+        with quiet():
+            model, line = rounded(model, bits)
+        lines.append(line)
+        options["device_map"] = {"": "cpu"}  # where the others were computed
     require_space(folder, sum(p.nbytes for p in model.parameters()))
     with quiet():
         _save(model, folder, shard_size)
     lines += write_tokenizer(trained.words, folder)
-    lines += write_generation_files(model, trained.folder, folder)
+    lines += write_generation_files(model, trained.folder, folder, "." if bits is None else None)
     with quiet():
-        after = logits(type(model).from_pretrained(folder, dtype="auto", local_files_only=True))
-    return [*lines, difference(before, after, trained, base)]
+        loaded = type(model).from_pretrained(folder, dtype="auto", local_files_only=True, **options)
+        with exact_on_cpus(loaded):
+            after = logits(loaded)
+    if bits is not None:
+        lines.append(difference(merged, after, "the merged model before it was rounded"))
+        if not trained.formats:
+            return lines
+    return [*lines, difference(before, after) + _how(trained, base)]
 
 
 def _save(model: Any, folder: Path, shard_size: str) -> None:
@@ -186,8 +205,8 @@ def _largest(before: Tensor, after: Tensor) -> float:
     return float((after - before).abs().max() / before.abs().max().clamp(min=1e-30))
 
 
-def difference(before: Tensor | None, after: Tensor | None, trained: TrainedModel, base: str) -> str:
-    """Return a line about the logits of the trained and of the exported model.
+def difference(before: Tensor | None, after: Tensor | None, of: str = "the trained model") -> str:
+    """Return a line about the logits of another and of the exported model.
 
     Raises:
         CheckpointError: those of the exported model aren't finite.
@@ -198,15 +217,19 @@ def difference(before: Tensor | None, after: Tensor | None, trained: TrainedMode
         raise CheckpointError("the exported weights overflow in 16 bits; write --dtype bf16 or --dtype fp32")
     largest = _largest(before, after)
     same = float((after.argmax(-1) == before.argmax(-1)).float().mean())
-    line = (
-        f"logits of {before.shape[0]} rows: largest difference {largest:.1e} of the largest logit of the trained model;"
+    return (
+        f"logits of {before.shape[0]} rows: largest difference {largest:.1e} of the largest logit of {of};"
         f" {same:.0%} of the likeliest tokens are the same"
     )
-    if trained.formats:
-        kinds = " and ".join(sorted(set(trained.formats.values())))
-        how = f"it was trained on weights in {kinds}; the adapter is added to the {base} ones"
-        line += f" ({how}{'; base=dequantized answers as in training' if base == 'original' else ''})"
-    return line
+
+
+def _how(trained: TrainedModel, base: str) -> str:
+    """Return how the exported weights were rounded in training, in brackets, or nothing."""
+    if not trained.formats:
+        return ""
+    kinds = " and ".join(sorted(set(trained.formats.values())))
+    better = "; base=dequantized answers as in training" if base == "original" else ""
+    return f" (it was trained on weights in {kinds}; the adapter is added to the {base} ones{better})"
 
 
 def _compared_by_peft(trained: TrainedModel, folder: Path) -> list[str]:

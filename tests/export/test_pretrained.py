@@ -26,10 +26,12 @@ from lightning_solo.errors import (
     NothingToDoError,
     PresetError,
 )
+from lightning_solo.export.few_bits import exact_on_cpus
 from lightning_solo.export.pretrained import export_pretrained
 from lightning_solo.export.trained_models import ARCHITECTURE, architecture_of
 from lightning_solo.nn import adaptation
 from lightning_solo.nn.adaptation import adapter_parameters
+from lightning_solo.nn.quantized import quantized
 from lightning_solo.techniques.adapters.technique import Adapters
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.quantized_base.technique import QuantizedBase
@@ -209,6 +211,101 @@ def test_model_is_found_at_any_attribute_or_chosen(tmp_path: Path) -> None:
     weights = load(tmp_path / "out").state_dict()
     assert torch.equal(weights["lm_head.weight"], module.nets["teacher"].lm_head.weight)
     assert any("left out" in line and "nets.student" in line for line in lines)
+
+
+# --- in 4 or 8 bits ---
+
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # sizes that bitsandbytes computes on CPUs
+
+
+def numbers_of(layer: Any) -> Tensor:
+    """Return the numbers of a layer of bitsandbytes."""
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    return dequantize_bnb_weight(layer.weight, getattr(layer, "state", None)).float()
+
+
+def expected_numbers(weight: Tensor, bits: int) -> Tensor:
+    """Return the numbers of a merged weight, (out, in), in 4 or 8 bits."""
+    if bits == 4:
+        return quantized(weight.detach().contiguous()).dequantized().float()
+    weight = weight.detach().half().float()  # as bitsandbytes rounds
+    largest = weight.abs().amax(1, keepdim=True)
+    return (weight * (127 / largest)).round() * largest / 127
+
+
+def layers_in_few_bits(model: Any) -> dict[str, Any]:
+    return {name: part for name, part in model.named_modules() if type(part).__module__ == "bitsandbytes.nn.modules"}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_folder_in_few_bits_has_the_merged_weights_rounded(bits: int, models: Models, tmp_path: Path) -> None:
+    base = models("Llama", torch.bfloat16, **WIDE)
+    module = adapted(Tuned(str(base)))
+    export_pretrained(module, tmp_path / "merged")
+    lines = export_pretrained(module, tmp_path / "out", bits=bits)
+    merged, loaded = load(tmp_path / "merged"), load(tmp_path / "out")
+    layers = layers_in_few_bits(loaded)
+    assert len(layers) == 3 * 7  # all linear layers of three blocks, not the head
+    for name, layer in layers.items():
+        expected = expected_numbers(weight := merged.get_submodule(name).weight, bits)
+        assert far(numbers_of(layer), expected) <= (0 if bits == 4 else 1e-6)
+        weight.data = expected.to(weight.dtype)
+    with exact_on_cpus(loaded):
+        # a layer of 8 bits rounds its inputs too
+        assert far(answers(loaded), answers(merged)) <= (0 if bits == 4 else 0.05)
+    printed = float(lines[-1].split("difference ")[1].split()[0])
+    assert "the merged model" in lines[-1]
+    assert 0.001 < printed < 0.5
+    assert any(line.startswith(f"{bits} bits: 21 Linear{bits}bit") and "lm_head" in line for line in lines)
+    assert not (tmp_path / "out" / "Modelfile").exists()  # Ollama doesn't read it
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    size = (tmp_path / "out" / "model.safetensors").stat().st_size
+    assert size < (0.62 if bits == 4 else 0.75) * (tmp_path / "merged" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.long
+def test_layers_that_bitsandbytes_computes_wrongly_stay(models: Models, tmp_path: Path) -> None:
+    module = adapted(Tuned(str(models("Llama", **{**WIDE, "intermediate_size": 96}))))
+    lines = export_pretrained(module, tmp_path / "out", bits=4)
+    layers = layers_in_few_bits(load(tmp_path / "out"))
+    assert {name.rpartition(".")[2] for name in layers} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+    }
+    assert any("down_proj (96 inputs" in line for line in lines)
+    narrow = adapted(Tuned(str(models())))
+    with pytest.raises(NothingToDoError, match=mentions("16 inputs", "--bits")):
+        export_pretrained(narrow, tmp_path / "none", bits=4)
+    export_pretrained(narrow, tmp_path / "eight", bits=8)
+    assert len(layers_in_few_bits(load(tmp_path / "eight"))) == 3 * 7
+    for options in ({"bits": 3}, {"bits": 4, "format": "adapter"}):
+        with pytest.raises(PresetError, match=mentions("4 or 8 with hf")):
+            export_pretrained(narrow, tmp_path / "none", **options)
+
+
+@pytest.mark.long
+def test_difference_to_training_is_printed_beside_that_to_the_merged_model(
+    make_trainer: Make, models: Models, tmp_path: Path
+) -> None:
+    module, file = fitted(make_trainer, models("Llama", **WIDE), Adapters(r=4), QuantizedBase())
+    assert export([str(file), "--format", "hf", "--bits", "4", "--output", str(tmp_path / "out")]) == 0
+    lines = export_pretrained(file, tmp_path / "out", bits=4, overwrite=True)
+    with exact_on_cpus(loaded := load(tmp_path / "out")):
+        exported = answers(loaded)
+    export_pretrained(file, tmp_path / "merged")
+    for line, of, other in (
+        (lines[-2], "merged model", load(tmp_path / "merged")),
+        (lines[-1], "trained model", module.model),
+    ):
+        assert of in line
+        printed = float(line.split("difference ")[1].split()[0])
+        assert printed == pytest.approx(far(exported, answers(other)), rel=1)
+    assert "nf4" in lines[-1]
 
 
 # --- the adapter alone ---
@@ -516,3 +613,53 @@ def test_folders_load_without_this_package(make_trainer: Make, models: Models, t
     subprocess.run([sys.executable, "-c", ELSEWHERE, *map(str, expected)], cwd=tmp_path, check=True)
     for folder, (trained, bound) in expected.items():
         assert far(torch.load(folder / "logits.pt"), trained) <= bound, folder
+
+
+FEW_BITS_ELSEWHERE = """
+import sys
+sys.modules["lightning_solo"] = None  # importing it fails
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=torch.arange(5, 45).view(2, 20)).logits.float()
+
+for folder in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    layers = {name: part for name, part in model.named_modules() if "bitsandbytes" in type(part).__module__}
+    weights = {name: dequantize_bnb_weight(part.weight, getattr(part, "state", None)) for name, part in layers.items()}
+    for layer in layers.values():
+        layer.support_avx512bf16_for_cpu = False  # a kernel that computes in bf16
+    exact = logits(model)
+    for layer in layers.values():
+        layer.support_avx512bf16_for_cpu = True
+    torch.save({"weights": weights, "exact": exact, "plain": logits(model)}, folder + "/found.pt")
+"""
+
+
+@pytest.mark.long
+def test_folders_in_few_bits_load_without_this_package(models: Models, tmp_path: Path) -> None:
+    folders = []
+    for family, options in FAMILIES.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            module = adapted(Tuned(str(models(family.split()[-1], dtype, **{**options, **WIDE}))))
+            export_pretrained(module, merged := tmp_path / f"{family}-{dtype}")
+            for bits in (4, 8):
+                folders.append((merged, tmp_path / f"{merged.name}-{bits}", bits))
+                export_pretrained(module, folders[-1][1], bits=bits, shard_size="50KB")
+    written = [str(folder) for _, folder, _ in folders]
+    subprocess.run([sys.executable, "-c", FEW_BITS_ELSEWHERE, *written], cwd=tmp_path, check=True)
+    for merged, folder, bits in folders:
+        found, model = torch.load(folder / "found.pt"), load(merged)
+        assert len(found["weights"]) >= 12, folder
+        for name, weight in found["weights"].items():
+            own = model.get_submodule(name)
+            transposed = type(own).__name__ == "Conv1D"
+            expected = expected_numbers(own.weight.T if transposed else own.weight, bits)
+            assert far(weight.float(), expected) <= (0 if bits == 4 else 1e-6), (folder, name)
+            own.weight.data = (expected.T if transposed else expected).to(own.weight.dtype)
+        expected = answers(model)
+        assert far(found["exact"], expected) <= (1e-6 if bits == 4 else 0.05) + noise(model) * (bits == 4), folder
+        assert far(found["plain"], expected) <= 0.05, folder
