@@ -80,11 +80,11 @@ $(1) -m json.tool --indent 1 --no-ensure-ascii runs/readme/ladder.json examples/
 endef
 device_of = $(shell $(1) -c "import torch; print('gpu' if torch.cuda.is_available() else 'cpu')")
 
-# Measures a GPU part by part, each under a limit of time: all in 50 minutes, or `make gpu PART=b`; see the script's first
+# Measures a GPU part by part, each under a limit of time: all in an hour, or `make gpu PART=b`; see the script's first
 # lines. Fails, rather than skips, where there is no CUDA device. Takes $(VENV) if it is there, else the environment at
 # hand: it needs no network.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-PART ?= abcdefgh
+PART ?= abcdefghi
 RESULTS ?= examples/results/gpu
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'make gpu: no CUDA device')"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ def make_teacher(
     start: Mapping[str, Tensor] | None = None,
     *,
     streamed: bool = False,
+    layers: Iterable[str] = (),
 ) -> Teacher:
     """Return a teacher of a student.
 
@@ -39,6 +40,7 @@ def make_teacher(
         dtype: one of `TEACHER_DTYPES`.
         start: weights of the copy; None for the student's.
         streamed: whether its blocks stay on the host; see `Teacher`.
+        layers: names of those whose outputs are kept.
 
     Raises:
         ConflictError: it is the student, or shares weights with it.
@@ -52,7 +54,7 @@ def make_teacher(
             module.load_state_dict(start)
     else:
         module, has_parts = of_path(source, student, type_of(dtype))
-    return Teacher(module, device, type_of(dtype), has_parts=has_parts, streamed=streamed)
+    return Teacher(module, device, type_of(dtype), has_parts=has_parts, streamed=streamed, layers=layers)
 
 
 def of_module(module: nn.Module, student: nn.Module) -> nn.Module:

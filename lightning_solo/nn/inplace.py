@@ -34,6 +34,7 @@ ROUNDED = (nn.ELU, nn.CELU, nn.SELU)
 """Classes whose gradients differ in place by rounding."""
 WITHOUT_GAIN = (nn.GELU, nn.SiLU, nn.Mish, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Threshold)
 """Classes without a form in place, or with one that saves nothing."""
+NOT_CALLED = "isn't called in training"
 
 
 def candidates(module: nn.Module) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def readers(parts: Mapping[str, Any], step: Callable[[], Any]) -> dict[str, str]
         result = step()
     gc.collect()  # what a cycle of references holds isn't read
     called = {call.name for call in calls}
-    reasons = dict.fromkeys(parts.keys() - called, "isn't called in training")
+    reasons = dict.fromkeys(parts.keys() - called, NOT_CALLED)
     uses = Counter(call.key for call in calls)
     for call in calls:
         if call.reason or mode.reads[call.key] or uses[call.key] > 1 or not call.storage.expired():  # type: ignore[no-untyped-call]

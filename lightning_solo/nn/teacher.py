@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, 
 from lightning_solo.memory.block_ring import BlockRing
 from lightning_solo.nn.blocks import repeated_blocks
 from lightning_solo.nn.deferred_logits import DeferredLogits, Use, defer_logits, output_heads
+from lightning_solo.nn.features import Features, Output
 from lightning_solo.nn.forwards import restore_forwards
 from lightning_solo.nn.streaming import Streamed, away, start_ring, stream_blocks
 
@@ -34,12 +35,14 @@ class Call:
         name: of the part.
         args, kwargs: its inputs.
         logits: (batch, ..., vocabulary).
+        outputs: name -> outputs of a layer within the call, of the layers that are watched.
     """
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     logits: Tensor
+    outputs: Mapping[str, list[Output]] = field(default_factory=dict)
 
 
 class Calls:
@@ -47,11 +50,13 @@ class Calls:
 
     Args:
         parts: name -> part.
+        features: layers whose outputs are kept with each call.
     """
 
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+    def __init__(self, parts: Mapping[str, nn.Module], features: Features | None = None) -> None:
         self.calls: list[Call] = []
-        self._before: list[int] = []  # calls when each of those that run began
+        self._features = features
+        self._before: list[tuple[int, int]] = []  # calls and outputs when each of those calls that run began
         self._is_on = False
         self._hooks: list[Any] = []
         for name, part in parts.items():
@@ -64,7 +69,8 @@ class Calls:
         """Yield the list that gets the calls within this context; it is empty again after it."""
         self._before, self._is_on, self.calls = [], True, []
         try:
-            yield self.calls
+            with nullcontext() if self._features is None else self._features.recording():
+                yield self.calls
         finally:
             self._is_on, self.calls = False, []
 
@@ -72,14 +78,17 @@ class Calls:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+        if self._features is not None:
+            self._features.remove()
 
     def _enter(self, part: nn.Module, args: Any) -> None:
-        self._before.append(len(self.calls))
+        self._before.append((len(self.calls), len(self._features.kept) if self._features else 0))
 
     def _leave(self, name: str, part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        before = self._before.pop() if self._before else 0
+        calls, outputs = self._before.pop() if self._before else (0, 0)
         if self._is_on and (logits := logits_of(output)) is not None:
-            self.calls[before:] = [Call(name, args, kwargs, logits)]  # replaces the calls that ran inside this one
+            within = self._features.since(outputs) if self._features else {}
+            self.calls[calls:] = [Call(name, args, kwargs, logits, within)]  # replaces the calls inside this one
 
 
 def logits_of(output: Any) -> Tensor | None:
@@ -149,9 +158,14 @@ class Teacher:
         has_parts: whether its parts have the names of the student's; else it is called as the student's part.
         streamed: whether the weights of its repeated blocks stay on the host, and two blocks are on the device at a
             time.
+        layers: names of those whose outputs are kept.
+
+    Attributes:
+        outputs: name -> outputs of such a layer in the latest call.
 
     Raises:
         NothingToDoError: it is to be streamed, and has no repeated blocks.
+        PresetError: a layer doesn't exist.
     """
 
     def __init__(
@@ -162,7 +176,10 @@ class Teacher:
         *,
         has_parts: bool = False,
         streamed: bool = False,
+        layers: Iterable[str] = (),
     ) -> None:
+        self._features = Features(module, layers, "teacher")
+        self.outputs: Mapping[str, list[Output]] = {}
         self.module = module.requires_grad_(False).eval().to(dtype=dtype)
         self.has_parts = has_parts
         self.ring: BlockRing | None = None
@@ -184,7 +201,9 @@ class Teacher:
         self.dtype = dtype or next(weights, torch.float32)
 
     def close(self) -> None:
-        """Give the module its own forwards; streamed blocks stay on the host."""
+        """Give the module its own forwards, without hooks; streamed blocks stay on the host."""
+        self._features.remove()
+        self.outputs = {}
         restore_forwards(self._blocks, Streamed)
         restore_forwards(self._heads or [], Use)
         if self.ring is not None:
@@ -207,8 +226,10 @@ class Teacher:
             kwargs.pop("labels", None)  # of which a model of transformers would compute a loss
         device = call.logits.device.type
         low = torch.autocast(device, self.dtype) if self.dtype.itemsize == 2 else nullcontext()
-        with low:
-            return logits_of(part(*args, **kwargs))
+        with low, self._features.recording():
+            logits = logits_of(part(*args, **kwargs))
+            self.outputs = self._features.since(0)
+        return logits
 
     def _deferred(self, chunk_tokens: int) -> list[nn.Linear]:
         """Make the heads' logits exist in chunks alone; without such a head they exist as a whole."""

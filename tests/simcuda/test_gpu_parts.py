@@ -21,6 +21,7 @@ PARTS = {
     "f": "plans",
     "g": "ladder",
     "h": "survival",
+    "i": "compression",
 }
 SHORT = "ae"
 
@@ -39,7 +40,7 @@ def test_a_part_runs_on_small_sizes(part: str, tmp_path: Path) -> None:
     content = json.loads((tmp_path / f"{PARTS[part]}.json").read_text())
     assert content["rows"]
     assert not [row for row in content["rows"] if "failed" in row]
-    assert all(row.get("equal", True) is True for row in content["rows"])
+    assert all(row.get("equal", True) is True and row.get("acts", True) is True for row in content["rows"])
     assert PARTS[part] in (tmp_path / "log.txt").read_text()
 
 
@@ -47,4 +48,4 @@ def test_parts_that_do_not_exist_are_refused() -> None:
     script = ROOT / "examples" / "gpu" / "run.py"
     done = subprocess.run([sys.executable, str(script), "--parts", "ax"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert lines_with(done.stderr, "--parts ax: ", "abcdefgh")
+    assert lines_with(done.stderr, "--parts ax: ", "abcdefghi")

@@ -17,6 +17,7 @@ from lightning_solo.nn.inplace import ACTIVATIONS, ROUNDED, WITHOUT_GAIN, candid
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.inplace import technique as inplace_technique
 from lightning_solo.techniques.inplace.technique import InPlace
+from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import loader, regression
 from tests.training import equal, fit
@@ -224,6 +225,25 @@ def test_part_that_the_first_pass_misses_is_found_by_the_comparison(
         net.drop.p = 0.0
         with pytest.raises(NothingToDoError, match=mentions("differ in place", "net.activation")):
             fit(make_trainer, InPlace(), module=regression(L, net))
+
+
+@pytest.mark.parametrize(("batch", "seen"), [(2, True), long(5, True), long(11, False)])
+def test_use_since_a_later_batch_is_refused_where_it_is_looked_for(make_trainer: Make, batch: int, seen: bool) -> None:
+    def late(net: Any, h: Tensor) -> Tensor:
+        net.calls += 1
+        return net.activation(h) + (h.detach().mean() if net.calls >= batch else 0.0)  # type: ignore[no-any-return]
+
+    net = Net(nn.LeakyReLU(), late)
+    net.calls = 0
+    technique = InPlace()
+    if not seen:
+        fit(make_trainer, technique, module=regression(L, net), data=loader(10))
+        assert "net.activation" in technique.names
+        assert net.calls == 10
+        return
+    with pytest.raises(ConflictError, match=mentions("batch 2" if batch == 2 else "batch 10", "net.activation")):
+        fit(make_trainer, technique, module=regression(L, net), data=loader(10))
+    assert not net.activation.inplace
 
 
 def test_manual_optimization_is_refused(make_trainer: Make) -> None:

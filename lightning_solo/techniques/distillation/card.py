@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,12 @@ TEACHER = "callback.distillation.teacher=<a run's folder, a checkpoint, a folder
 
 def _wrong_alpha(alpha: float) -> str | None:
     return None if 0 < alpha <= 1 else "expected a number above 0, and at most 1"
+
+
+def _wrong_features(features: Mapping[str, str] | None) -> str | None:
+    if features is None or (features and all(isinstance(each, str) and each for each in features.values())):
+        return None
+    return "expected names of layers, student's: teacher's, such as {blocks.1: blocks.3}"
 
 
 def _wrong_temperature(temperature: float) -> str | None:
@@ -48,12 +55,34 @@ class Settings(TechniqueSettings):
     streamed: bool = setting(
         False, "keep the teacher's repeated blocks on the host, and load each as it runs; two are on the device"
     )
+    features: Mapping[str, str] | None = setting(
+        None,
+        "layers of the student whose outputs are also to be near those of the teacher's, by their names, as"
+        " {blocks.1: blocks.3}; where the widths differ, a matrix in between is trained",
+        check=_wrong_features,
+    )
+    feature_loss: str = setting(
+        "mse",
+        "distance of features: mean squared error; normalized: of vectors of mean square 1, so that their scale"
+        " doesn't matter",
+        allowed=("mse", "normalized"),
+    )
+    feature_weight: float = setting(
+        1.0,
+        "factor of the mean of the features' distances in the loss",
+        check=lambda weight: None if weight > 0 else "expected a number above 0",
+    )
 
     def _check_together(self) -> None:
         if self.teacher is not None and self.labels is not None:
             raise ConflictError(
                 f"{self.technique}.teacher={self.teacher} and labels={self.labels}, which take the place of a teacher;"
                 " write one of the two"
+            )
+        if self.labels is not None and self.features is not None:
+            raise ConflictError(
+                f"{self.technique}.features and labels, which have a teacher's predictions alone; write teacher="
+                " instead of labels=, or drop features"
             )
         if self.labels is not None and self.temperature != 1:
             raise ConflictError(
@@ -99,9 +128,11 @@ CARD = Card(
     settings=Settings,
     saves="no memory: a small module learns from the predictions of a larger one, or of itself uncompressed",
     costs="the teacher's weights and forward, its logits and one gradient of their size; with ``labels`` none of these",
-    numerics="another loss: ``(1 - alpha)`` of the module's own, and ``alpha`` of the divergence from the teacher",
+    numerics="another loss: ``(1 - alpha)`` of the module's own, ``alpha`` of the divergence from the teacher, and with"
+    " ``features`` their distances",
     conflicts="manual optimization (refused)",
-    reference="Hinton et al. 2015, https://arxiv.org/abs/1503.02531; Anshumann et al. 2025, Sparse Logit Sampling,"
+    reference="Hinton et al. 2015, https://arxiv.org/abs/1503.02531; Romero et al. 2015, FitNets,"
+    " https://arxiv.org/abs/1412.6550; Anshumann et al. 2025, Sparse Logit Sampling,"
     " https://arxiv.org/abs/2503.16870",
     rules=(_no_teacher,),
     caveat=lambda settings: "trains towards the outputs of another model",

@@ -14,7 +14,7 @@ from lightning_solo.attributes import replaced
 from lightning_solo.errors import ConflictError, NothingToDoError, listed
 from lightning_solo.memory.host_slabs import is_planned
 from lightning_solo.memory.ledger import Ledger
-from lightning_solo.nn.inplace import DROPOUTS, ROUNDED, WITHOUT_GAIN, candidates, readers
+from lightning_solo.nn.inplace import DROPOUTS, NOT_CALLED, ROUNDED, WITHOUT_GAIN, candidates, readers
 from lightning_solo.nn.rollback import Rollback, attributes_kept
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -23,14 +23,17 @@ from lightning_solo.techniques.inplace.card import CARD, Settings
 from lightning_solo.units import format_bytes
 
 OPTION = "callback.inplace"
+CHECKED_AGAIN = frozenset({2, 10, 100, 1000, 10_000})
+"""Numbers of the batches, from 1 on, in which it is looked again whether anything else reads the inputs."""
 
 
 class InPlace(Technique, Settings):
     """Runs activations and dropouts in place while training, where it is verified on the first batch.
 
     A pass over the first batch finds those whose input nothing else reads. Two more compare loss and gradients without
-    and with them in place, to the bit. Buffers, metrics and random numbers are restored after each. In validation
-    nothing runs in place, and after the fit the module is as before.
+    and with them in place, to the bit. Some later batches have the first of these passes again. Buffers, metrics and
+    random numbers are restored after each. In validation nothing runs in place, and after the fit the module is as
+    before.
 
     Raises:
         PresetError: an argument isn't a boolean.
@@ -40,7 +43,7 @@ class InPlace(Technique, Settings):
 
     def _init_state(self) -> None:
         self._parts: dict[str, Any] = {}
-        self._is_checked = False
+        self._batches = 0
         self._changed = ExitStack()
 
     @property
@@ -61,17 +64,36 @@ class InPlace(Technique, Settings):
                 f"{OPTION} and manual optimization, under which the first batch can't be tried; write ~{OPTION}, and"
                 " inplace=True in the module"
             )
-        self._parts, self._is_checked = {}, False
+        self._parts, self._batches = {}, 0
         ctx.undo.callback(self._changed.close)
 
     def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Check the first batch."""
-        if not self._is_checked:
-            self._is_checked = True
+        """Check the first batch, and some later ones."""
+        self._batches += 1
+        if self._batches == 1 or (self._batches in CHECKED_AGAIN and not is_planned()):
             batch, index = args[0] if args else next(iter(kwargs.values())), (ctx.window.latest or (0, 0))[1]
-            self._parts = self._check(ctx, partial(patches.step_result, ctx.trainer, batch, index))
+            step = partial(patches.step_result, ctx.trainer, batch, index)
+            if self._batches == 1:
+                self._parts = self._check(ctx, step)
+            else:
+                self._check_again(ctx, step)
             self._enter()
         return proceed(*args, **kwargs)
+
+    def _check_again(self, ctx: Run, step: Callable[[], Any]) -> None:
+        """Refuse a module that reads an input since a batch after the first.
+
+        Raises:
+            ConflictError: names the parts.
+        """
+        self._changed.close()
+        reasons = _restored(ctx, readers, self._parts, step)
+        if read := [f"{name} ({reason})" for name, reason in reasons.items() if reason != NOT_CALLED]:
+            raise ConflictError(
+                f"{OPTION}: batch {self._batches} has a use that the first batch hadn't of inputs that are overwritten,"
+                f" so losses since the first may be wrong: {listed(read)}; write ~{OPTION}, and inplace=True in the"
+                " module for other parts"
+            )
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Compute out of place in a validation, whose forward was not checked."""
@@ -98,16 +120,7 @@ class InPlace(Technique, Settings):
         parts = candidates(ctx.module)
         if not self.dropouts:
             parts = {name: part for name, part in parts.items() if not isinstance(part, DROPOUTS)}
-        rollback = Rollback(ctx.module, ctx.device)
-        rollback.save()
-
-        def restored(function: Callable[..., Any], *args: Any) -> Any:
-            try:
-                with attributes_kept(ctx.module):
-                    return function(*args)
-            finally:
-                rollback.restore()
-
+        restored = partial(_restored, ctx)
         reasons = restored(readers, parts, step)
         free = {name: part for name, part in parts.items() if name not in reasons}
         if not free:
@@ -149,6 +162,17 @@ class InPlace(Technique, Settings):
             f" {format_bytes(before.saved - after.saved)} less for backward ({format_bytes(after.saved)} instead of"
             f" {format_bytes(before.saved)}), and its peak is {format_bytes(before.peak - after.peak)} lower"
         )
+
+
+def _restored(ctx: Run, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that runs the module, and restore the module's state and random numbers."""
+    rollback = Rollback(ctx.module, ctx.device)
+    rollback.save()
+    try:
+        with attributes_kept(ctx.module):
+            return function(*args)
+    finally:
+        rollback.restore()
 
 
 class _Pass(NamedTuple):
