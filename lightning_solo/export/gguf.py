@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_solo.errors import CapabilityError
+from lightning_solo.errors import CapabilityError, PresetError, nearest
 
 CONVERT, QUANTIZE = "convert_hf_to_gguf.py", "llama-quantize"
 VARIABLE = "LLAMA_CPP"
@@ -32,6 +33,7 @@ def find_llama_cpp(folder: Path | None, quantize: str | None) -> LlamaCpp:
 
     Raises:
         CapabilityError: there is no converter, or no program that quantizes, although ``quantize`` names a type.
+        PresetError: the program doesn't list that type.
     """
     root = folder or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
     places = [root] if root is not None else [Path(each) for each in os.get_exec_path()]
@@ -53,6 +55,8 @@ def find_llama_cpp(folder: Path | None, quantize: str | None) -> LlamaCpp:
         raise CapabilityError(
             f"--quantize {quantize} runs {QUANTIZE}, and {convert.parent} has none; build it:\n  {_BUILD}"
         )
+    if quantize is not None and (types := _types(program)) and quantize.upper() not in types:
+        raise PresetError(f"--quantize {quantize}{nearest(quantize.upper(), types)}{program} takes {', '.join(types)}")
     return LlamaCpp(convert.resolve(), program)
 
 
@@ -75,13 +79,28 @@ def write_gguf(programs: LlamaCpp, model: Path, folder: Path, dtype: str | None,
     if (written := model / "Modelfile").is_file():
         text = written.read_text(encoding="utf-8").replace("FROM .", f"FROM ./{file.name}", 1)
         (folder / "Modelfile").write_text(text, encoding="utf-8")
-    return [f"{file.name}: by {programs.convert}, after logits were compared"]
+    by = f"{programs.convert}, after logits were compared"
+    return [f"{file.name}: by {by}{'' if quantize is None else f'; rounded by {programs.quantize}, unmeasured'}"]
+
+
+def _types(program: Path | None) -> list[str]:
+    """Return the names that ``llama-quantize`` lists in its usage, as in ``  15  or  Q4_K_M  :  4.58G``."""
+    done = _called([program, "--help"])
+    return re.findall(r"^ *(?:\d+ +or +)?([A-Z]\w+) +:", done.stdout + done.stderr, re.MULTILINE)
+
+
+def _called(command: Sequence[object]) -> subprocess.CompletedProcess[str]:
+    words = list(map(str, command))
+    try:
+        return subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:  # no program, or one for another machine
+        raise CapabilityError(f"{words[0]} can't be run: {error.strerror}") from error
 
 
 def _run(command: Sequence[object]) -> None:
-    words = list(map(str, command))
-    done = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    done = _called(command)
     if done.returncode:
+        words = list(map(str, command))
         last = "\n  ".join((done.stderr + done.stdout).strip().splitlines()[-5:])
         hint = ""
         if "pre-tokenizer" in last:

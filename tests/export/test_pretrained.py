@@ -510,6 +510,19 @@ if "fail" in sys.argv[1]:
     sys.exit("BPE pre-tokenizer was not recognized")
 Path(sys.argv[3]).write_text(json.dumps(told))
 """
+# As the real one: its usage lists types, and exits with 1
+QUANTIZER = """#!/bin/sh
+if [ "$1" = --help ]; then
+    echo "usage: llama-quantize [--help] model-f32.gguf [model-quant.gguf] type [nthreads]"
+    echo "          WARNING: this can severely reduce quality"
+    echo " allowed quantization types"
+    echo "  15  or  Q4_K_M  :  4.58G, +0.1754 ppl @ Llama-3-8B"
+    echo "   7  or  Q8_0    :  7.96G, +0.0026 ppl @ Llama-3-8B"
+    echo "          COPY    : only copy tensors, no quantizing"
+    exit 1
+fi
+cp "$1" "$2" && echo "$3" >> "$2"
+"""
 
 
 def test_gguf_is_written_by_the_users_llama_cpp(models: Models, tmp_path: Path, monkeypatch: Any) -> None:
@@ -529,8 +542,14 @@ def test_gguf_is_written_by_the_users_llama_cpp(models: Models, tmp_path: Path, 
         export_pretrained(module, tmp_path / "quantized", "gguf", llama_cpp=llama_cpp, quantize="q4_k_m")
     (llama_cpp / "build" / "bin").mkdir(parents=True)
     program = llama_cpp / "build" / "bin" / "llama-quantize"
-    program.write_text('#!/bin/sh\ncp "$1" "$2" && echo "$3" >> "$2"\n')
+    program.write_text(QUANTIZER)
+    with pytest.raises(CapabilityError, match=mentions("can't be run", "llama-quantize")):  # not executable
+        export_pretrained(module, tmp_path / "quantized", "gguf", llama_cpp=llama_cpp, quantize="q4_k_m")
     program.chmod(0o755)
+    with pytest.raises(
+        PresetError, match=mentions("--quantize q4km", "did you mean 'Q4_K_M'", "takes Q4_K_M, Q8_0, COPY")
+    ):
+        export_pretrained(module, tmp_path / "quantized", "gguf", llama_cpp=llama_cpp, quantize="q4km")
     monkeypatch.setenv("LLAMA_CPP", str(llama_cpp))
     export_pretrained(module, tmp_path / "quantized", "gguf", quantize="q4_k_m")
     assert (tmp_path / "quantized" / "model-Q4_K_M.gguf").read_text().endswith("Q4_K_M\n")
