@@ -15,7 +15,7 @@ from lightning_solo.bitsandbytes_operators import bitsandbytes
 from lightning_solo.errors import CapabilityError, NothingToDoError, PresetError, listed
 from lightning_solo.machine import is_installed
 from lightning_solo.nn.blocks import counted
-from lightning_solo.nn.quantizable import kept_parameters
+from lightning_solo.nn.named_weights import kept_parameters
 from lightning_solo.nn.quantized import BLOCK
 
 BITS = (4, 8)

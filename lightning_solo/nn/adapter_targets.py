@@ -11,7 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_solo.errors import ConflictError, NothingToDoError, listed, nearest
 from lightning_solo.nn.adapted import plain, plain_modules
 from lightning_solo.nn.blocks import after_blocks, feed_forward_parts
-from lightning_solo.nn.freezing import matches_end
+from lightning_solo.nn.named_weights import named
 from lightning_solo.nn.quantized import weights_in
 
 OPTION = "callback.adapters"
@@ -65,7 +65,7 @@ def targets_of(module: nn.Module, targets: str | Sequence[str], method: str) -> 
     chosen, weights = _matched(module, modules, patterns, method), owners_of_weights(modules)
     left_out = {name: reason for name in chosen if (reason := _unfit(name, modules, weights)) is not None}
     for name, reason in left_out.items():
-        if any(_matches_name(pattern, name) for pattern in patterns):  # else by its class, as many others
+        if any(name in named(modules, pattern) for pattern in patterns):  # else by its class, as many others
             raise ConflictError(
                 f"{OPTION}.targets matches {name}, {reason}; write patterns that leave it out, as targets={ALL_LINEAR}"
                 f" does, or name it in {OPTION}.modules_to_save, which trains the whole layer"
@@ -89,7 +89,8 @@ def _matched(
     every = list(plain_modules(module, remove_duplicate=False))
     chosen: dict[str, nn.Module] = {}
     for pattern in patterns:
-        hits = {first[id(part)]: part for name, part in every if _matches(pattern, name, part)}
+        names = named([name for name, _ in every if name], pattern)
+        hits = {first[id(part)]: part for name, part in every if name in names or pattern in _classes(part)}
         layers = {name: part for name, part in hits.items() if _kind(part) in KINDS[method]}
         if not layers:
             raise NothingToDoError(_no_match(pattern, modules, hits, method))
@@ -143,15 +144,17 @@ def _all_left_out(targets: str | Sequence[str], module: nn.Module, left_out: Map
 
 
 def named_modules_of(module: nn.Module, names: Sequence[str], option: str) -> dict[str, nn.Module]:
-    """Return qualified name -> module for names, or ends of names, as ``lm_head`` of ``net.lm_head``.
+    """Return qualified name -> module for patterns of names, as ``lm_head`` of ``net.lm_head``.
 
     Raises:
-        NothingToDoError: a name matches nothing.
+        NothingToDoError: a pattern matches nothing.
     """
     modules = dict(plain_modules(module))
+    first = {id(part): name for name, part in modules.items()}
+    every = {name: part for name, part in plain_modules(module, remove_duplicate=False) if name}
     chosen: dict[str, nn.Module] = {}
     for each in names:
-        hits = {name: part for name, part in modules.items() if name and (name == each or name.endswith(f".{each}"))}
+        hits = {first[id(every[name])]: every[name] for name in named(every, each)}
         if not hits:
             raise NothingToDoError(f"{option}: {_no_module(each, module, modules)}")
         chosen |= hits
@@ -207,16 +210,11 @@ def _kind(part: nn.Module) -> str | None:
     return next((name for name in names if name in kinds and hasattr(nn, name)), None)
 
 
-def _matches(pattern: str, name: str, part: nn.Module) -> bool:
-    if _matches_name(pattern, name):
-        return True
-    classes = {cls.__name__ for cls in type(part).__mro__ if cls not in (nn.Module, object)}
+def _classes(part: nn.Module) -> set[str]:
+    """Return the names of classes by which a pattern selects a module."""
     # torch's attention reads the weight of a subclass of Linear, which nobody means by "Linear"
-    return pattern in classes and not isinstance(part, nn.modules.linear.NonDynamicallyQuantizableLinear)
-
-
-def _matches_name(pattern: str, name: str) -> bool:
-    return bool(name) and matches_end(name, pattern)
+    unusual = isinstance(part, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    return set() if unusual else {cls.__name__ for cls in type(part).__mro__ if cls not in (nn.Module, object)}
 
 
 def _no_match(pattern: str, modules: dict[str, nn.Module], hits: dict[str, nn.Module], method: str) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -22,8 +21,9 @@ from torch.nn import functional as F
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed
 from lightning_solo.nn.adapted import plain, plain_modules
 from lightning_solo.nn.forwards import record_of, replace_forward
+from lightning_solo.nn.named_weights import kept_parameters, selected, weights_of
 from lightning_solo.nn.packed_weights import dequantized, rounded_activations
-from lightning_solo.nn.quantizable import kept_parameters, unsuitable
+from lightning_solo.nn.quantizable import unsuitable
 from lightning_solo.nn.quantized import quantized_weights_of
 
 LINEAR = "linear"
@@ -164,33 +164,35 @@ def chosen_layers(
     at, otherwise = (f"{option}.", f", or write ~{option}") if option else ("", "")
     _refuse_changed(module, at, otherwise)
     names = None if patterns == LINEAR else [patterns] if isinstance(patterns, str) else list(patterns)
-    kept, choice, matched = kept_parameters(module), Layers(), set[str]()
-    users: dict[
-        int, dict[str, tuple[nn.Module, str | None]]
-    ] = {}  # id of a weight -> layer, and why it can't be rounded
-    for name, part in plain_modules(module):
-        for own, p in part._parameters.items():
-            if p is None or p.ndim < 2 or not p.is_floating_point():
-                continue
-            full = f"{name}.{own}" if name else own
-            reason = unsuitable(part, own, p, isinstance(part, nn.Embedding))
-            if reason is None and p.ndim > 2:
-                reason = f"of {type(part).__name__}, with {p.ndim} dimensions"
-            users.setdefault(id(p), {})[name] = part, reason
-            hits = [each for each in names or () if fnmatchcase(name, each) or fnmatchcase(full, each)]
-            if reason is None and isinstance(part, nn.Embedding):
-                reason = "an embedding"
-            elif reason is None and names is None:
-                reason = kept.get(id(p))
-            elif reason is None and not hits:
-                reason = "no pattern matches it"
-            if reason is None:
-                choice.layers[name] = part
-                matched.update(hits)
-            else:
-                choice.left_out[full] = reason
+    weights, kept = weights_of(plain_modules(module, remove_duplicate=False)), kept_parameters(module)
+    every = [name for weight in weights for name in weight.users]
+    hits, direct = selected(every, names or ()), selected(every, names or (), directly=True)
+    choice, matched = Layers(), set[str]()
+    for weight in weights:
+        p = weight.parameter
+        if p.ndim < 2 or not p.is_floating_point():
+            continue
+        mine = {pattern for pattern, each in hits.items() if each & weight.users.keys()}
+        unfit = {name: _unfit(part, name.rpartition(".")[2], p) for name, part in weight.layers.items()}
+        usual = [name for name, part in weight.layers.items() if unfit[name] is None and not _is_table(part)]
+        reason = "no pattern matches it" if names is not None and not mine else None
+        if reason is None and not usual:
+            reason = next(filter(None, unfit.values()), "an embedding")
+        elif reason is None and all(each.isdisjoint(weight.users) for each in direct.values()):
+            reason = kept.get(id(p))
+        if reason is not None:
+            choice.left_out |= dict.fromkeys(weight.layers, reason)
+            continue
+        if odd := [name for name in weight.layers if unfit[name] is not None]:
+            raise ConflictError(
+                f"{at}layers: {usual[0]} is also {odd[0]}, which can't be rounded ({unfit[odd[0]]}); leave both out of"
+                f" {at}layers{otherwise}"
+            )
+        matched |= mine
+        order = sorted(weight.layers, key=lambda name: name not in usual)  # the layer first whose inputs are rounded
+        choice.layers |= {name.rpartition(".")[0]: weight.layers[name] for name in order}
     if missed := [each for each in names or () if each not in matched]:
-        linear = [name for name, part in plain_modules(module) if isinstance(part, nn.Linear)]
+        linear = [weight.name.removesuffix(".weight") for weight in weights if weight.kinds & {"linear", "transposed"}]
         raise NothingToDoError(
             f"{at}layers={missed[0]!r} matches no linear layer that can be quantized; there are"
             f" {listed(linear, 8) or 'no linear layers'}"
@@ -201,19 +203,20 @@ def chosen_layers(
             f"{at}layers={LINEAR}: {type(module).__name__} has no linear layer to quantize; its matrices are"
             f" {reasons or 'none'}; write {at}layers=[<pattern of names>]{otherwise}"
         )
-    for chosen, layer in list(choice.layers.items()):
-        for name, (part, reason) in users[id(layer.weight)].items():
-            if reason is not None:
-                raise ConflictError(
-                    f"{at}layers: {chosen} shares its weight with {name}, which can't be rounded ({reason}); leave"
-                    f" {chosen} out of {at}layers{otherwise}"
-                )
-            choice.layers[name] = part
-            choice.left_out.pop(f"{name}.weight", None)
     _check(choice.layers, rounding, at, otherwise)
     numbers = {id(layer.weight): cast("Tensor", layer.weight).numel() for layer in choice.layers.values()}
     choice.left_share = 1 - sum(numbers.values()) / sum(p.numel() for p in module.parameters())
     return choice
+
+
+def _is_table(part: nn.Module) -> bool:
+    return isinstance(part, nn.Embedding)
+
+
+def _unfit(part: nn.Module, own: str, p: nn.Parameter) -> str | None:
+    """Return why a module can't compute with a rounded parameter, or None."""
+    reason = unsuitable(part, own, p, embeddings=True)
+    return f"of {type(part).__name__}, with {p.ndim} dimensions" if reason is None and p.ndim > 2 else reason
 
 
 def _refuse_changed(module: nn.Module, at: str, otherwise: str) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-
-from lightning_solo.errors import NothingToDoError, listed, nearest
 
 
 class Depths:
@@ -50,25 +47,6 @@ class Depths:
         return lambda depth: blocks >= self.count or depth >= self.count - blocks
 
 
-def matching(names: Iterable[str], patterns: Sequence[str], option: str) -> set[str]:
-    """Return the names of parameters that a pattern matches, or of which it matches a part that they belong to.
-
-    Raises:
-        NothingToDoError: a pattern matches nothing; the message lists the parts.
-    """
-    names = list(names)
-    matches: set[str] = set()
-    for pattern in patterns:
-        hits = {name for name in names if any(matches_end(each, pattern) for each in _parents(name))}
-        if not hits:
-            parts = dict.fromkeys(part for name in names for part in name.split(".")[:-1] if not part.isdigit())
-            raise NothingToDoError(
-                f"{option}={pattern!r} matches no parameter{nearest(pattern, parts)}there are {listed(parts, 12)}"
-            )
-        matches |= hits
-    return matches
-
-
 def frozen_parts(module: nn.Module) -> list[str]:
     """Return the qualified names of the outermost parts without a trained parameter."""
     frozen: list[str] = []
@@ -77,13 +55,3 @@ def frozen_parts(module: nn.Module) -> list[str]:
         if flags and not any(flags) and not (frozen and name.startswith(f"{frozen[-1]}.")):
             frozen.append(name)
     return frozen
-
-
-def _parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
-def matches_end(name: str, pattern: str) -> bool:
-    """Return whether a pattern matches a qualified name, or its end after a dot."""
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")

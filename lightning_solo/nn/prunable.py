@@ -11,14 +11,12 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_solo.errors import ConflictError, NothingToDoError, listed
-from lightning_solo.nn.freezing import matches_end, matching
+from lightning_solo.nn.named_weights import Weight, matching, selected, weights_of
 from lightning_solo.nn.quantized import weights_in
 
 OPTION = "callback.pruning"
 FOURS = 4
 """Size of the groups of the pattern 2:4, along a layer's inputs."""
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_OF_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 @dataclass
@@ -57,27 +55,27 @@ def prunable_weights(
         ConflictError: a pattern matches a weight that can't be pruned; a weight is pruned by torch's own functions; a
             layer's inputs can't be grouped in fours.
     """
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    computed = dict(_computed(module))
-    hits = set(names) | set(computed) if layers is None else matching([*names, *computed], layers, f"{OPTION}.layers")
-    spared = matching([*names, *computed], kept, f"{OPTION}.kept")
+    weights, computed = weights_of(module.named_modules(remove_duplicate=False)), dict(_computed(module))
+    names = [*(name for weight in weights for name in weight.users), *computed]
+    hits = set(names) if layers is None else matching(names, layers, f"{OPTION}.layers")
+    asked = set[str]().union(*selected(names, layers or (), directly=True).values())
+    spared = matching(names, kept, f"{OPTION}.kept")
     choice, refused = Choice(), {}
-    for p, owners in _owners(module).items():
-        name, every = next(iter(owners)), set(owners)
+    for weight in weights:
+        p, name, every = weight.parameter, weight.name, set(weight.users)
         if every & spared:
             choice.left_out[name] = f"in {OPTION}.kept"
             continue
         if not every & hits or p.ndim < 2:
             continue
-        asked = any(matches_end(each, pattern) for pattern in layers or () for each in _ends(every))
-        reason = _unusual(owners) if not asked else None
+        reason = None if every & asked else _unusual(weight)
         if reason is None and (reason := _unsuitable(p)) is not None and layers is not None:
             refused[name] = reason
         if reason is not None:
             choice.left_out[name] = reason
             continue
         choice.weights[name] = p
-        if any(type(part).__name__ == "Conv1D" for part in owners.values()):
+        if "transposed" in weight.kinds:
             choice.transposed.add(name)
     refused |= {name: reason for name, reason in computed.items() if layers is not None and name in hits - spared}
     if refused:
@@ -99,42 +97,12 @@ def prunable_weights(
     return choice
 
 
-def _owners(module: nn.Module) -> dict[nn.Parameter, dict[str, nn.Module]]:
-    """Return parameter -> qualified names, each with the module that has it under this name."""
-    owners: dict[nn.Parameter, dict[str, nn.Module]] = {}
-    for name, part in module.named_modules(remove_duplicate=False):
-        for own, p in part._parameters.items():
-            if p is not None:
-                owners.setdefault(p, {})[f"{name}.{own}" if name else own] = part
-    return owners
-
-
-def _ends(names: set[str]) -> Iterator[str]:
-    for name in names:
-        yield name
-        yield name.rpartition(".")[0]
-
-
-def _unusual(owners: dict[str, nn.Module]) -> str | None:
-    """Return why a weight is pruned only where a pattern names it, or None."""
-    if any(isinstance(part, _EMBEDDINGS) for part in owners.values()):
-        return "an embedding" if len(owners) == 1 else "tied to an embedding"
-    kinds = {type(part).__name__ for part in owners.values()}
-    return (
-        None if any(_is_usual(part, name.rpartition(".")[2]) for name, part in owners.items()) else f"of {min(kinds)}"
-    )
-
-
-def _is_usual(part: nn.Module, own: str) -> bool:
-    if isinstance(part, nn.MultiheadAttention):
-        return own in _OF_ATTENTION
-    if isinstance(part, nn.RNNBase):
-        return own.startswith("weight_")
-    if isinstance(part, nn.Linear | nn.modules.conv._ConvNd) or type(part).__name__ == "Conv1D":
-        return own == "weight"
-    p = part._parameters[own]
-    is_torchs = type(part).__module__.startswith("torch.")
-    return not is_torchs and p is not None and p.ndim == 3 and p.shape[0] > 1  # experts of a mixture
+def _unusual(weight: Weight) -> str | None:
+    """Return why a weight is pruned only where a pattern names it or its module, or None."""
+    if "embedding" in weight.kinds:
+        return "an embedding" if len(weight.users) == 1 else "tied to an embedding"
+    kinds = {type(part).__name__ for part in weight.users.values()}
+    return f"of {min(kinds)}" if weight.kinds == {None} else None
 
 
 def _unsuitable(p: nn.Parameter) -> str | None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
 from lightning_solo.errors import ConflictError, NothingToDoError, listed
-from lightning_solo.nn.adapted import plain, plain_modules
-from lightning_solo.nn.blocks import after_blocks
-from lightning_solo.nn.deferred_logits import output_heads
+from lightning_solo.nn.adapted import plain_modules
+from lightning_solo.nn.named_weights import kept_parameters, kind_of, selected, weights_of
 from lightning_solo.nn.quantized import FLOATS
 
 OPTION = "callback.quantized_base"
@@ -62,30 +59,32 @@ def chosen_weights(
         ConflictError: a pattern matches a weight that is trained.
     """
     choice, trained, matched = Choice(), list[str](), set[str]()
-    apart = kept_parameters(module)
-    for name, part in plain_modules(module):
-        is_table = isinstance(part, nn.Embedding)
-        for own, p in part._parameters.items():
-            if p is None or p.ndim < 2:
-                continue
-            full = f"{name}.{own}" if name else own
-            hits = [each for each in patterns or () if fnmatchcase(name, each) or fnmatchcase(full, each)]
+    weights, apart = weights_of(plain_modules(module, remove_duplicate=False)), kept_parameters(module)
+    hits = selected([name for weight in weights for name in weight.users], patterns or ())
+    for weight in weights:
+        p = weight.parameter
+        if p.ndim < 2:
+            continue
+        mine = [pattern for pattern, names in hits.items() if names & weight.users.keys()]
+        for full, part in weight.layers.items():
+            name, _, own = full.rpartition(".")
+            is_table = kind_of(part, own) == "embedding"
             reason = apart.get(id(p)) or unsuitable(part, own, p, embeddings)
             if reason is None:
-                matched.update(hits)
+                matched.update(mine)
             if p.requires_grad and reason is None:
-                _refuse_trained(full, hits)
+                _refuse_trained(full, mine)
                 trained.append(full)
-            elif not p.requires_grad and reason is None and (hits or patterns is None or is_table):
+            elif not p.requires_grad and reason is None and (mine or patterns is None or is_table):
                 choice.modules.setdefault(name, (part, []))[1].append(own)
             elif not p.requires_grad and (embeddings or not is_table) and p.is_floating_point():
                 choice.left_out[full] = reason or "no pattern matches it"
                 choice.left_bytes += p.nbytes
     if missed := [each for each in patterns or () if each not in matched]:
-        names = [name for name, part in plain_modules(module) if isinstance(part, nn.Linear)]
+        linear = [weight.name.removesuffix(".weight") for weight in weights if weight.kinds & {"linear", "transposed"}]
         raise NothingToDoError(
             f"{OPTION}.layers={missed[0]!r} matches no weight that can be quantized; there are"
-            f" {listed(names, 8) or 'no linear layers'}"
+            f" {listed(linear, 8) or 'no linear layers'}"
         )
     if required:
         _refuse_nothing(choice, trained, type(module).__name__, embeddings)
@@ -123,45 +122,21 @@ def _refuse_nothing(choice: Choice, trained: Sequence[str], kind: str, embedding
         )
 
 
-def kept_parameters(module: nn.Module) -> dict[int, str]:
-    """Return id of parameter -> why it is left: weights of output heads, and those tied to embeddings."""
-    kept: dict[int, str] = {}
-    heads: list[nn.Module] = []
-    with suppress(NothingToDoError, ConflictError):
-        heads = [part for part in after_blocks(module).values() if isinstance(part, nn.Linear)]
-    with suppress(NothingToDoError, ConflictError):
-        heads = list(output_heads(module).values())
-    linear: set[int] = set()
-    tables: set[int] = set()
-    for _, part in plain_modules(module):
-        own = {id(p) for p in part._parameters.values() if p is not None}
-        (tables if isinstance(part, nn.Embedding) else linear).update(own)
-    for wrapper in [part for part in module.modules() if "token_adapter" in part._modules]:
-        kept.update({id(p): "rows of it are trained" for p in plain(wrapper)._parameters.values() if p is not None})
-    for head in heads:
-        if (weight := head._parameters.get("weight")) is not None:
-            kept[id(weight)] = "output head"
-    return {**dict.fromkeys(linear & tables, "tied to an embedding"), **kept}
-
-
 def unsuitable(part: nn.Module, name: str, p: nn.Parameter, embeddings: bool) -> str | None:
     """Return why a parameter can't be quantized, or None."""
     if p.dtype not in (*FLOATS, torch.float64):
         return f"its type is {p.dtype}"
     if "forward" in vars(part) or hasattr(part, "parametrizations"):
         return f"{type(part).__name__} is changed by something else"
-    if isinstance(part, nn.Linear) and name == "weight":
+    kind = kind_of(part, name)
+    if kind == "linear":
         is_plain = type(part).forward is nn.Linear.forward
         # the attention module reads the weight of its out_proj, and never calls it
         if not is_plain or isinstance(part, nn.modules.linear.NonDynamicallyQuantizableLinear):
             return f"{type(part).__name__} isn't computed as a linear layer"
         return None
-    if isinstance(part, nn.Embedding) and name == "weight":
+    if kind == "embedding":
         if type(part).forward is not nn.Embedding.forward or part.max_norm is not None:
             return "it isn't a plain embedding"
         return None if embeddings else "an embedding"
-    if type(part).__module__.startswith("torch."):
-        return f"of {type(part).__name__}"
-    if type(part).__name__ == "Conv1D" and name == "weight":  # of transformers: a linear layer, transposed
-        return None
-    return None if p.ndim == 3 and p.shape[0] > 1 else f"of {type(part).__name__}"
+    return None if kind in ("transposed", "experts") else f"of {type(part).__name__}"

@@ -82,7 +82,7 @@ def test_any_run_is_exported_after_training(make_trainer: Make, tmp_path: Path) 
     source, output = tmp_path / "run" / "checkpoints" / "last.ckpt", tmp_path / "few"
     with pytest.raises(PresetError, match=mentions("--group-size 32", "--group-size 16")):
         write_quantized(source, output)
-    lines = write_quantized(source, output, bits=8, group_size=0, layers=["*.mlp.*", "head"])
+    lines = write_quantized(source, output, bits=8, group_size=0, layers=["mlp", "head"])
     assert "quantization after training" in lines
     export_quantized(module, tmp_path / "same", 8, 0, layers=["*.mlp.*", "head"])
     for name in ("model.safetensors", "config.json", "load.py"):

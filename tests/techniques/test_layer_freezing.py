@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, Sequ
 
 from lightning_solo.errors import NothingToDoError, PresetError
 from lightning_solo.memory.ledger import saved_for_backward
-from lightning_solo.nn.freezing import Depths, frozen_parts, matching
+from lightning_solo.nn.freezing import Depths, frozen_parts
 from lightning_solo.optim.group_division import split_groups
 from lightning_solo.techniques.exact_resume.technique import ExactResume
 from lightning_solo.techniques.layer_freezing.technique import LayerFreezing
@@ -312,10 +312,3 @@ def test_wrong_milestones_are_refused(milestones: Any) -> None:
         LayerFreezing(milestones=milestones)
     with pytest.raises(PresetError, match="trained_blocks"):
         LayerFreezing(milestones=[[0, 1]], trained_blocks=1)
-
-
-def test_pattern_matches_parts_and_ends_of_names() -> None:
-    names = ["net.embed.weight", "net.blocks.0.up.weight", "net.blocks.1.up.bias"]
-    assert matching(names, ["blocks.0"], "x") == {names[1]}
-    assert matching(names, ["up", "embed.*"], "x") == set(names)
-    assert matching(names, ["*.bias"], "x") == {names[2]}

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import NothingToDoError, PresetError, listed
 from lightning_solo.nn.blocks import counted, named_blocks
-from lightning_solo.nn.freezing import Depths, frozen_parts, matching
+from lightning_solo.nn.freezing import Depths, frozen_parts
+from lightning_solo.nn.named_weights import matching
 from lightning_solo.nn.quantized import count_parameters
 from lightning_solo.optim.group_division import split_groups
 from lightning_solo.seams.run import Run, optimizer_steps

@@ -17,7 +17,7 @@ LINEAR = "linear"
 def _wrong_layers(layers: str | Sequence[str]) -> str | None:
     names = [layers] if isinstance(layers, str) else layers
     if not names or not all(name.strip() for name in names):
-        return "write 'linear', or patterns of names, as ['*.mlp.*']"
+        return "write 'linear', or patterns of names, as [mlp]"
     return "write 'linear' alone, or patterns only" if not isinstance(layers, str) and LINEAR in layers else None
 
 
@@ -32,7 +32,7 @@ class Settings(TechniqueSettings):
     )
     layers: str | Sequence[str] = setting(
         LINEAR,
-        "linear: all linear layers but output heads; or patterns of qualified names, as ['*.mlp.*']",
+        "linear: all linear layers but output heads; or patterns of names, as [mlp]",
         check=_wrong_layers,
     )
     start_step: int = setting(0, "optimizer steps before weights are rounded", at_least=0)

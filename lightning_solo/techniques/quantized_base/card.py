@@ -24,8 +24,8 @@ class Settings(TechniqueSettings):
     )
     layers: str | Sequence[str] = setting(
         FROZEN,
-        "frozen: all frozen linear layers but output heads; or patterns of qualified names, as ['*.mlp.*']",
-        check=names_or(FROZEN, "patterns of names", "['*.mlp.*']"),
+        "frozen: all frozen linear layers but output heads; or patterns of names, as [mlp]",
+        check=names_or(FROZEN, "patterns of names", "[mlp]"),
     )
     embeddings: str = setting(
         "unchanged", "frozen embeddings keep their type, or are stored in 8 bits", allowed=("unchanged", "int8")
