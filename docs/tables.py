@@ -596,6 +596,18 @@ def distillation_steps_table(result: dict[str, Any]) -> str:
     return table(["way", "step, ms", "of alone"], rows) + note(result, result["command"], explained)
 
 
+def snapshots_table(result: dict[str, Any]) -> str:
+    """Return the losses of snapshots of a cyclic schedule, alone, averaged and as ensembles."""
+    rows = [[row["way"], *map(str, row["losses"]), str(row["mean"])] for row in result["ways"]]
+    explained = (
+        f"Validation loss in nats per byte of byte GPTs of 124,672 parameters after {result['student_steps']} steps:"
+        f" with one cosine, or with {result['cycles']}, each of as many steps. A prediction of an ensemble is the mean"
+        " of its members' probabilities."
+    )
+    seeds = [f"seed {seed}" for seed in result["seeds"]]
+    return table(["weights", *seeds, "mean"], rows) + note(result, result["command"], explained)
+
+
 def pruning_table(result: dict[str, Any]) -> str:
     """Return the losses of a byte GPT with pruned weights, and the bytes of its exports."""
     rows = [["none", "0", str(result["control"]), "", "1.00"]]
@@ -964,6 +976,7 @@ TABLES = {
     "quantized_loading_cpu.json": quantized_loading_table,
     "distillation_cpu.json": distillation_table,
     "distillation_steps_cpu.json": distillation_steps_table,
+    "snapshots_cpu.json": snapshots_table,
     "step_cost.json": step_cost_table,
     "sweep_cpu.json": sweep_table,
     "plan_byte_gpt_1b.json": plan_table,

@@ -161,15 +161,70 @@ def ways(teacher: Any, file: Path) -> dict[str, Callbacks]:
     """Return the callbacks of each way to train a student."""
     import lightning_solo as solo
 
-    def live(alpha: float) -> list[Any]:
-        return [solo.Distillation.from_module(copy.deepcopy(teacher), alpha=alpha)]
+    def live(alpha: float, **more: Any) -> list[Any]:
+        return [solo.Distillation.from_module(copy.deepcopy(teacher), alpha=alpha, **more)]
+
+    blocks = {"blocks.0": "blocks.1", "blocks.1": "blocks.3"}
 
     return {
         "alone": list,
         "live teacher": lambda: live(1.0),
         "half of the loss from the live teacher": lambda: live(0.5),
+        "live teacher, and its blocks 1 and 3": lambda: live(1.0, features=blocks, feature_loss="normalized"),
         "16 draws from a file": lambda: [solo.Distillation(labels=str(file), alpha=1.0)],
     }
+
+
+CYCLES, SNAPSHOT_STEPS = 4, 400
+
+
+def snapshots() -> dict[str, Any]:
+    """Measure snapshots at the ends of four cosines, their mean and ensembles, beside one cosine of as many steps."""
+    import torch
+
+    import lightning_solo as solo
+    from lightning_solo.reference.stdlib_text import StdlibText, spread
+
+    rows = spread(StdlibText(validation_batches=None).validation_windows, VALIDATION_WINDOWS).long()
+    losses: dict[str, list[float]] = {}
+
+    def ensemble(members: Sequence[dict[str, Any]], module: Any) -> float:
+        shares = []
+        for member in members:
+            module.load_state_dict(member, strict=False)  # of tied weights one has the value
+            with torch.no_grad():
+                shares.append(module.eval()(rows[:, :-1]).float().softmax(-1))
+        mean = torch.stack(shares).mean(0).log().flatten(0, 1)
+        return round(float(torch.nn.functional.nll_loss(mean, rows[:, 1:].flatten())), 4)
+
+    for seed in SEEDS:
+        one = train(student(seed), SNAPSHOT_STEPS, (), seed)
+        average = solo.WeightAverage(method="swa", cycles=True, members=CYCLES, at_end="live")
+        cyclic = student(seed)
+        cyclic.configure_optimizers = lambda module=cyclic: restarting(module)
+        last = held_out(train(cyclic, SNAPSHOT_STEPS, [average], seed))
+        members = average.average.members
+        swa = ensemble([average.averaged_weights], cyclic)
+        for name, loss in (
+            ("one cosine of all steps", held_out(one)),
+            ("four cosines: last snapshot", last),
+            ("mean of the four snapshots' weights", swa),
+            ("ensemble of the last two snapshots", ensemble(members[-2:], cyclic)),
+            ("ensemble of the four snapshots", ensemble(members, cyclic)),
+        ):
+            losses.setdefault(name, []).append(loss)
+            print(seed, name, loss)
+    ways = [{"way": name, "losses": each, "mean": round(statistics.mean(each), 4)} for name, each in losses.items()]
+    return {"student_steps": SNAPSHOT_STEPS, "cycles": CYCLES, "seeds": list(SEEDS), "ways": ways}
+
+
+def restarting(module: Any) -> Any:
+    """Return the student's optimizer with a cosine that restarts for each cycle."""
+    import torch
+
+    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, betas=(0.9, 0.95))
+    cosine = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, SNAPSHOT_STEPS // CYCLES)
+    return [optimizer], [{"scheduler": cosine, "interval": "step"}]
 
 
 def student(seed: int) -> Any:
@@ -432,6 +487,7 @@ MEASURED: dict[str, Callable[[], dict[str, Any]]] = {
     "distillation_steps": distillation_steps,
     "pruning": pruning,
     "quantization": quantization,
+    "snapshots": snapshots,
 }
 
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_solo.export.adapter_files import load_adapters as load_adapters
     from lightning_solo.export.adapter_files import merge_adapters as merge_adapters
     from lightning_solo.export.graphs import export_graph as export_graph
+    from lightning_solo.export.members import load_members as load_members
     from lightning_solo.export.pretrained import export_pretrained as export_pretrained
     from lightning_solo.export.pruned import export_pruned as export_pruned
     from lightning_solo.export.quantized import export_quantized as export_quantized
@@ -64,6 +65,7 @@ _HOME = {
     "use_adapter": "lightning_solo.nn.adaptation",
     "export_graph": "lightning_solo.export.graphs",
     "export_pretrained": "lightning_solo.export.pretrained",
+    "load_members": "lightning_solo.export.members",
     "export_quantized": "lightning_solo.export.quantized",
     "export_pruned": "lightning_solo.export.pruned",
     "export_weights": "lightning_solo.export.weights",

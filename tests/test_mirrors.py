@@ -73,7 +73,7 @@ ELSEWHERE = {
     "sweeps/test_optuna_space.py": "sweeps/search sweeps/search_settings sweeps/search_space sweeps/study",
     "sweeps/test_server.py": "sweeps/files sweeps/forking",
     "techniques/test_inplace.py": "nn/inplace",
-    "techniques/test_weight_averaging.py": "optim/averages",
+    "techniques/test_weight_averaging.py": "export/members optim/averages",
     "techniques/test_adapters.py": "export/adapter_files",
     "techniques/test_layer_freezing.py": "nn/freezing optim/group_division",
     "techniques/test_optimizer_replacement.py": "seams/averaged_weights",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ from lightning_solo.optim.split_weights import joined
 
 AVERAGE = "averaged_weights"
 """Attribute of a callback, and key of its state in a checkpoint, with the average by name."""
+MEMBERS = "members"
+"""Key of a callback's state in a checkpoint, with a list of weights by name."""
 
 
 def averaged_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -31,6 +34,27 @@ def averaged_weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
         name: each for state in states if isinstance(state, Mapping) for name, each in state.get(AVERAGE, {}).items()
     }
+
+
+@dataclass
+class Cycle:
+    """Where cycles of a learning rate end: when it rises after it has fallen.
+
+    >>> cycle = Cycle()
+    >>> [cycle.ends(rate) for rate in (0.1, 0.3, 0.2, 0.1, 0.1, 0.3, 0.2, 0.3)]
+    [False, False, False, False, False, True, False, True]
+    """
+
+    rate: float | None = None
+    falls: bool = False
+
+    def ends(self, rate: float) -> bool:
+        """Return whether the last rate ended a cycle, by the rate of the next step."""
+        before, self.rate = self.rate, rate
+        if before is None or rate == before:
+            return False
+        fell, self.falls = self.falls, rate < before
+        return fell and not self.falls
 
 
 class WeightSwap:
@@ -78,6 +102,7 @@ class Average:
     Attributes:
         values: name -> average, fp32, or float64 of float64 parameters; empty before the first update.
         updates: number of updates.
+        members: weights that are kept beside the average, by name, the latest last.
 
     >>> average, weight = Average("swa", on_host=True), torch.zeros(2)
     >>> for _ in range(3): average.update({"weight": weight.add_(1)})
@@ -88,6 +113,7 @@ class Average:
     def __init__(self, method: str, decay: float = 0.999, *, on_host: bool) -> None:
         self.method, self.decay, self.on_host = method, decay, on_host
         self.values: dict[str, Tensor] = {}
+        self.members: list[dict[str, Tensor]] = []
         self.updates = 0
         self._forget()
 
@@ -100,7 +126,7 @@ class Average:
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
-        stays = ("method", "decay", "on_host", "values", "updates")
+        stays = ("method", "decay", "on_host", "values", "members", "updates")
         return {name: vars(self)[name] for name in stays}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ from tests.conftest import long
 from tests.messages import mentions
 from tests.models import small_model
 from tests.modules import Classifier, Stack, classification, loader, regression
-from tests.training import fit
+from tests.training import equal, fit
 
 Make = Callable[..., Any]
 WORDS = 256
@@ -403,6 +403,27 @@ def test_copy_at_the_start_begins_with_zero(make_trainer: Make) -> None:
     fit(make_trainer, Distillation("start"), losses, module=gpt(), data=texts())
     assert losses.parts[0][0] == 0.0
     assert losses.parts[-1][0] > 1e-6
+
+
+def test_second_fit_keeps_the_start_of_the_first_for_the_same_module_alone(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    teachers: list[Any] = []
+
+    class Watch(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            weights = technique._teacher.module.state_dict()  # type: ignore[union-attr]
+            teachers.append({name: value.clone() for name, value in weights.items()})
+
+    technique, module, first = Distillation("start"), gpt(), gpt().state_dict()
+    fit(make_trainer, technique, Watch(), module=module, data=texts())
+    assert not equal(module.state_dict(), first)
+    fit(make_trainer, technique, Watch(), module=module, data=texts())
+    fit(make_trainer, technique, Watch(), module=gpt(seed=2), data=texts())
+    assert equal(teachers[0], first)
+    assert equal(teachers[1], first)
+    assert equal(teachers[2], gpt(seed=2).state_dict())
+    assert caplog.text.count("its first fit") == 1
 
 
 # --- memory ---

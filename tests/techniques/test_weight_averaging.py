@@ -486,6 +486,89 @@ def test_bytes_on_device_and_host(device: str, expected: int) -> None:
     assert ledger.peak_bytes <= 3 * 4 * 1000  # beside the average one weight in fp32
 
 
+# --- snapshots of a cyclic schedule ---
+
+
+class Cyclic(L.LightningModule):
+    """A regression with three cosines of four steps."""
+
+    def __init__(self, interval: str = "step") -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net, self.interval = Stack(), interval
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.net(batch[0]) - batch[1]).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.003)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 4 if self.interval == "step" else 1)
+        return [optimizer], [{"scheduler": cosine, "interval": self.interval}]
+
+
+def cyclic(make_trainer: Make, *callbacks: Any, path: Path | None = None, **options: Any) -> Any:
+    module = Cyclic()
+    trainer = make_trainer(L, callbacks=[*callbacks], max_epochs=3, **options)
+    trainer.fit(module, loader(4), ckpt_path=path, weights_only=path and True)
+    return module
+
+
+def test_snapshots_are_the_weights_at_the_ends_of_cycles_and_are_averaged(make_trainer: Make, tmp_path: Path) -> None:
+    reference, average = Reference(), WeightAverage(method="swa", cycles=True, members=2)
+    module = cyclic(make_trainer, reference, average)
+    ends = [reference.live[step] for step in (3, 7, 11)]
+    assert average.average.updates == 3
+    assert equal(average.average.members, ends[1:])
+    for name, value in average.averaged_weights.items():
+        assert torch.allclose(value, torch.stack([end[name] for end in ends]).mean(0))
+    assert equal(values_of(module), average.averaged_weights)
+    module.trainer.save_checkpoint(tmp_path / "last.ckpt")
+    members = solo.load_members(Cyclic(), tmp_path / "last.ckpt")
+    assert [values_of(member).keys() for member in members] == [ends[0].keys()] * 2
+    assert equal([values_of(member) for member in members], ends[1:])
+    assert not members[0].training
+    with pytest.raises(CheckpointError, match=mentions("last.ckpt", "Regression", "head")):
+        solo.load_members(regression(L, Stack(outputs=2)), tmp_path / "last.ckpt")
+
+
+def test_resumed_run_continues_its_cycle(make_trainer: Make, tmp_path: Path) -> None:
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"{trainer.global_step}.ckpt")
+
+    def make() -> WeightAverage:
+        return WeightAverage(cycles=True, decay=0.5, members=3, start_step=2)
+
+    whole, rest = make(), make()
+    module = cyclic(make_trainer, whole, ExactResume(), Save())
+    resumed = cyclic(make_trainer, rest, ExactResume(), path=tmp_path / "7.ckpt")
+    assert equal(module, resumed)
+    assert whole.average.updates == rest.average.updates == 3
+    assert equal(whole.average.members, rest.average.members)
+    with pytest.raises(CheckpointError, match=mentions("3.ckpt", "members=4")):
+        solo.load_members(Cyclic(), tmp_path / "3.ckpt")
+
+
+@pytest.mark.long
+def test_schedule_of_epochs_has_cycles_too(make_trainer: Make) -> None:
+    class Bent(Cyclic):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.003)
+            bent = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: (1.0, 0.1)[epoch % 2])
+            return [optimizer], [bent]
+
+    reference, average = Reference(), WeightAverage(method="swa", cycles=True, members=9)
+    make_trainer(L, callbacks=[reference, average], max_epochs=5).fit(Bent(), loader(4))
+    assert equal(average.average.members, [reference.live[step] for step in (7, 15)])
+
+
+def test_cycles_without_a_schedule_or_with_an_interval_are_refused(make_trainer: Make) -> None:
+    with pytest.raises(PresetError, match=mentions("cycles=true", "CosineAnnealingWarmRestarts", "cycles=false")):
+        fit(make_trainer, WeightAverage(cycles=True))
+    with pytest.raises(ConflictError, match=mentions("every_n_steps=1", "cycles=false")):
+        WeightAverage(cycles=True, every_n_steps=3)
+
+
 # --- refused ---
 
 

@@ -10,6 +10,7 @@ from lightning_solo.cards.footprint import Footprint, Request
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
+from lightning_solo.errors import ConflictError
 
 
 def _not_a_decay(value: float) -> str | None:
@@ -26,6 +27,15 @@ class Settings(TechniqueSettings):
     decay: float = setting(0.999, "part of the average that an update of ema keeps", check=_not_a_decay)
     start_step: int = setting(0, "optimizer steps before the first update", at_least=0)
     every_n_steps: int = setting(1, "optimizer steps between two updates", at_least=1)
+    cycles: bool = setting(
+        False, "update only where a cycle of the learning rate ends: after the steps at a rate before it rises again"
+    )
+    members: int = setting(
+        0,
+        "how many of the latest updates' weights are also kept one by one, in fp32 on the host and in checkpoints, for"
+        " solo.load_members",
+        at_least=0,
+    )
     device: str = setting(
         "host", "where the average is stored, in fp32: in the host's memory, or beside the module's weights",
         allowed=("host", "module"),
@@ -37,6 +47,13 @@ class Settings(TechniqueSettings):
         allowed=("average", "live"),
     )
     at_end: str = setting("average", "weights of the module after the fit", allowed=("average", "live"))
+
+    def _check_together(self) -> None:
+        if self.cycles and self.every_n_steps != 1:
+            raise ConflictError(
+                f"{self.technique}.cycles=true and every_n_steps={self.every_n_steps}: both choose the updates; write"
+                f" {self.technique}.every_n_steps=1, or cycles=false"
+            )
 
 
 def _engine(settings: Settings, configuration: Configuration) -> str | None:
@@ -62,14 +79,15 @@ def _sparse(settings: Settings, configuration: Configuration) -> str | None:
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan a run that has begun to average."""
-    return replace(tracing, attached=replace(settings, start_step=0, every_n_steps=1))
+    return replace(tracing, attached=replace(settings, start_step=0, every_n_steps=1, cycles=False))
 
 
 def footprint(settings: Settings, request: Request, before: Footprint) -> Footprint:
-    """Return the bytes with the average, and with the pinned copy of the weights for one on the host."""
+    """Return the bytes with the average, its members, and the pinned copy of the weights for one on the host."""
     count = sum(request.sizes.trainable)
     element = {"bf16-true": 2, "16-true": 2, "64-true": 8}.get(request.precision or "", 4)
     average = max(element, 4) * count
+    before = replace(before, host=before.host + settings.members * average)
     if settings.device == "module":
         return replace(before, weights=before.weights + average)
     return replace(before, host=before.host + average + element * count)
@@ -81,8 +99,9 @@ CARD = Card(
     phase=Phase.STEP,
     settings=Settings,
     saves="no memory but quality: the average of the weights often has a lower loss than the last ones",
-    costs="4 bytes per trained parameter on the host, or with ``device=module`` on the device; on the host beside a GPU"
-    " also a pinned copy of the weights, which crosses the bus in each update during the next step",
+    costs="4 bytes per trained parameter on the host, or with ``device=module`` on the device, and 4 for each of"
+    " ``members``; on the host beside a GPU also a pinned copy of the weights, which crosses the bus in each update"
+    " during the next step",
     numerics="training isn't changed by a bit; the average is computed in fp32 under every precision, from the fp32"
     " master weights where there are some",
     conflicts="Lightning's own averages, `zero_offload`, strategies for several devices",

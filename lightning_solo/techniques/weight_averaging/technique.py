@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError, listed
 from lightning_solo.memory.host_slabs import require_host_room
-from lightning_solo.optim.averages import AVERAGE, Average, WeightSwap, averaged_weights
+from lightning_solo.optim.averages import AVERAGE, MEMBERS, Average, Cycle, WeightSwap, averaged_weights
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.seams import patches
 from lightning_solo.seams.averaged_weights import AveragedWeights
@@ -49,6 +49,7 @@ class WeightAverage(AveragedWeights, Settings):
         self._names: dict[str, Tensor] = {}  # with those of tied weights
         self._swap = WeightSwap()
         self._split: list[SplitOptimizer] = []
+        self._cycle = Cycle()
         self._is_training = self._is_ended = False
 
     def _new(self) -> Average:
@@ -151,7 +152,7 @@ class WeightAverage(AveragedWeights, Settings):
         """Count steps from now on.
 
         Raises:
-            PresetError: the first update would come after the end of the run.
+            PresetError: the first update would come after the end of the run, or there are no cycles.
         """
         assert self.ctx is not None
         if self._seen is None:
@@ -162,6 +163,12 @@ class WeightAverage(AveragedWeights, Settings):
                     f"weight_averaging: there is no average of earlier steps; it begins after step {self._steps}"
                 )
         self._is_training = True
+        if self.cycles and not trainer.lr_scheduler_configs:
+            raise PresetError(
+                f"{OPTION}.cycles=true, and {type(pl_module).__name__}.configure_optimizers returns no schedule of the"
+                " learning rate; return one with cycles, such as CosineAnnealingWarmRestarts, or write"
+                f" {OPTION}.cycles=false"
+            )
         steps = trainer.estimated_stepping_batches if pl_module.automatic_optimization else math.inf
         if steps <= self.start_step and not trainer.fast_dev_run:
             raise PresetError(
@@ -169,7 +176,7 @@ class WeightAverage(AveragedWeights, Settings):
                 f" update; write {OPTION}.start_step={max(0, int(0.75 * steps))}"
             )
         updates = (steps - self.start_step) / self.every_n_steps
-        if self.method == "ema" and (first := self.decay ** max(0, updates - 1)) > 0.1:
+        if self.method == "ema" and not self.cycles and (first := self.decay ** max(0, updates - 1)) > 0.1:
             self.ctx.info(
                 f"weight_averaging: after the run's {updates:.0f} updates {100 * first:.0f} % of the average will be"
                 f" the weights of the first; write a smaller {OPTION}.decay, or {OPTION}.method=swa"
@@ -188,14 +195,28 @@ class WeightAverage(AveragedWeights, Settings):
         self._follow(trainer)
 
     def _follow(self, trainer: Any) -> None:
-        """Update the average if an optimizer has stepped since the last call."""
-        if self._seen is None or trainer.global_step == self._seen or self._swap.aside:
+        """Update the average if an optimizer has stepped, or a cycle has ended, since the last call."""
+        if self._seen is None or self._swap.aside:
             return
-        self._seen, self._steps = trainer.global_step, self._steps + 1
+        is_due = has_stepped = trainer.global_step != self._seen
+        self._seen, self._steps = trainer.global_step, self._steps + has_stepped
         after = self._steps - self.start_step
-        if after > 0 and (after - 1) % self.every_n_steps == 0:
+        if self.cycles:
+            is_due = self._cycle.ends(float(trainer.optimizers[0].param_groups[0]["lr"]))
+        elif (after - 1) % self.every_n_steps:
+            is_due = False
+        if after > 0 and is_due:
             with torch.inference_mode(False):  # tensors made in a validation are used in training
                 self.average.update(self._parameters, self._corrections())
+                if self.members:
+                    self._keep_member()
+
+    def _keep_member(self) -> None:
+        """Add the weights of now to the average's members, of which the latest stay."""
+        member = Average("swa", on_host=True)
+        member.update(self._parameters, self._corrections())
+        member.end()
+        self.average.members = [*self.average.members, member.values][-self.members :]
 
     def _corrections(self) -> dict[Tensor, Tensor]:
         states = [item for optimizer in self._split for item in optimizer.state.items()]
@@ -241,7 +262,7 @@ class WeightAverage(AveragedWeights, Settings):
         if not self.average.updates:
             warnings.warn(
                 f"{OPTION}: the run ended after {self._steps} optimizer steps, before the first update"
-                f" ({OPTION}.start_step={self.start_step}); the module has its live weights",
+                f" ({OPTION}.start_step={self.start_step}, cycles={self.cycles}); the module has its live weights",
                 stacklevel=2,
             )
 
@@ -273,7 +294,9 @@ class WeightAverage(AveragedWeights, Settings):
             "updates": self.average.updates,
             "steps": self._steps,
             "seen": self._seen,
-            "averaged_weights": self.averaged_weights,
+            AVERAGE: self.averaged_weights,
+            MEMBERS: list(self.average.members),
+            "cycle": dict(vars(self._cycle)),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -294,7 +317,9 @@ class WeightAverage(AveragedWeights, Settings):
             )
         self.average = self._new()
         self.average.updates, self.average.values = state_dict["updates"], dict(state_dict["averaged_weights"])
+        self.average.members = list(state_dict.get(MEMBERS, []))
         self._steps, self._seen = state_dict["steps"], state_dict["seen"]
+        vars(self._cycle).update(state_dict.get("cycle", {}))
 
     def checkpoint(self, ctx: Run) -> AverageCheckpoint:
         """Return how the live weights are saved, and the average is loaded for an evaluation."""
