@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from lightning_solo.requirements import check_machine
 CHANGEABLE = ("data", "model", "trainer", "solo")
 """Keys of a run's configuration that a command may override."""
 CHECKPOINTS = ("last", "best")
+PATHS = ("path", "tokenizer", "chat_template", "new_tokens", "cache", "predict_path")
+"""Arguments of models and data that may be paths even without a slash."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ def open_run(
             raise ValueError("it is no mapping")
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
         raise CheckpointError(f"{file} can't be read ({str(error).partition(chr(10))[0]})") from error
+    _make_absolute(cfg, folder)
     cfg.fault_tolerance = False  # of training
     cfg.run, cfg.root, cfg.resume = folder.resolve().name, str(folder.resolve().parent), "never"
     fields: Any = OmegaConf.to_container(cfg.get("solo") or OmegaConf.create({}), resolve=False)
@@ -97,6 +101,23 @@ def open_run(
     weights = _checkpoint(folder, checkpoint)
     checked = check_config(cfg)
     return TrainedRun(folder, weights, replace(checked, model=_as_trained(checked.model, weights)), cfg.seed)
+
+
+def _make_absolute(cfg: Any, folder: Path) -> None:
+    """Make relative paths of a run's model and data absolute.
+
+    They begin in the folder in which the run was started. It is known where ``root`` is a relative path: this and the
+    run's name are the end of the run's own path.
+    """
+    own, here = (Path(str(cfg.get("root"))) / folder.resolve().name).parts, folder.resolve().parts
+    if here[-len(own) :] != own or (start := Path(*here[: -len(own)])) == Path.cwd():
+        return
+    for part in filter(OmegaConf.is_dict, (cfg.get("model"), cfg.get("data"))):
+        values: Any = OmegaConf.to_container(part, resolve=False)
+        for key, value in values.items():
+            is_path = isinstance(value, str) and (key in PATHS or os.sep in value) and "${" not in value
+            if is_path and (start / value).exists():  # an absolute path stays
+                part[key] = str(start / value)
 
 
 def run_of(source: Path, allow: Sequence[str], in_python: str) -> TrainedRun:

@@ -94,7 +94,8 @@ def export_pretrained(
         NothingToDoError: the module has no model of Hugging Face's; or no adapter, of which the format is "adapter".
         CheckpointError: the base is missing or another one, or the folder can't be written; then nothing is left.
         BudgetError: the disk has too little space.
-        CapabilityError: transformers, bitsandbytes or llama.cpp is missing, or llama.cpp fails.
+        CapabilityError: transformers, bitsandbytes or llama.cpp is missing, llama.cpp fails, or peft can't load the
+            adapter.
         PresetError: an unknown argument.
     """
     choices: dict[str, tuple[str | None, tuple[str, ...]]] = {
@@ -233,7 +234,11 @@ def _how(trained: TrainedModel, base: str) -> str:
 
 
 def _compared_by_peft(trained: TrainedModel, folder: Path) -> list[str]:
-    """Return a line about the logits of the base with the adapter, here and as peft loads it."""
+    """Return a line about the logits of the base with the adapter, here and as peft loads it.
+
+    Raises:
+        CapabilityError: peft can't load it.
+    """
     rows = len(trained.model.get_input_embeddings().weight)
     needed = f"the base needs rows for new tokens before the adapter: base.resize_token_embeddings({rows})"
     lines = [needed] if trained.words.new_tokens else []
@@ -253,9 +258,12 @@ def _compared_by_peft(trained: TrainedModel, folder: Path) -> list[str]:
             base.resize_token_embeddings(rows, mean_resizing=False)
         try:
             loaded = imported("peft").PeftModel.from_pretrained(base, folder)
-        except (ValueError, RuntimeError, KeyError) as error:
+        except (ValueError, RuntimeError, LookupError, TypeError, AttributeError) as error:
             reason = textwrap.shorten(str(error), REASON, placeholder=" ...")
-            return [*lines, f"peft can't load this adapter ({reason}): write --format hf"]
+            raise CapabilityError(
+                f"peft {imported('peft').__version__} can't load this adapter ({reason}), so nothing was written; write"
+                " --format hf"
+            ) from error
         after = logits(loaded.get_base_model())
     if before is None or after is None:
         return [*lines, NOT_COMPARED]

@@ -26,6 +26,7 @@ class Encoded(NamedTuple):
         ends: places of the trained end-of-turn tokens.
         answers: number of answers.
         prefixes: whether each answer's text begins where the template ends a prompt for it.
+        others: roles other than the assistant's, of which the template's tags train a message.
     """
 
     ids: list[int]
@@ -33,6 +34,7 @@ class Encoded(NamedTuple):
     ends: list[int]
     answers: int = 1
     prefixes: bool = True
+    others: frozenset[str] = frozenset()
 
 
 class Chat(NamedTuple):
@@ -152,7 +154,21 @@ class Conversations:
         if not ends:
             raise self._no_end(chat.answers[-1])
         prefixes = all(n >= 0 and any(trained[n : n + 1]) and not any(trained[n - 1 : n]) for _, n in starts)
-        return Encoded(chat.ids, trained, ends, len(chat.answers), prefixes)
+        others = {
+            each["role"]
+            for each in chat.messages
+            if each["role"] != "assistant" and _tail(each) and _tail(each) in marked and self._is_marked(chat, each)
+        }
+        return Encoded(chat.ids, trained, ends, len(chat.answers), prefixes, frozenset(others))
+
+    def _is_marked(self, chat: Chat, message: Mapping[str, Any]) -> bool:
+        """Return whether a message is in the spans of the tags, and not just an answer with the same text."""
+        messages = [{**each, "content": PROBE[0]} if each is message else each for each in chat.messages]
+        try:
+            text, spans = self._rendered(messages, chat.tools, tags=True)
+        except RowError:
+            return False
+        return any(PROBE[0] in text[begin:end] for begin, end in spans)
 
     def _marked(
         self, chat: Chat, spans: Sequence[tuple[int, int]], places: Sequence[tuple[int, int]]
@@ -273,8 +289,13 @@ class Conversations:
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Any = None, *, tags: bool = False, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and the places between its generation tags."""
-        from jinja2 import TemplateError
+        """Return the text of a conversation, and the places between its generation tags.
+
+        Raises:
+            RowError: the template refuses the messages.
+            PresetError: the template itself is no Jinja.
+        """
+        from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -286,6 +307,11 @@ class Conversations:
                 add_generation_prompt=prompt,
                 **self.tokenizer.special_tokens_map,
             )
+        except TemplateSyntaxError as error:
+            raise PresetError(
+                f"the chat template is no Jinja, line {error.lineno}: {error.message}; correct it, or write"
+                " data.chat_template=<another file>"
+            ) from error
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             message = f"messages: the chat template raised {type(error).__name__}: {error}"
             raise RowError("refused by the template", message) from error

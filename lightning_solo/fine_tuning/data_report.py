@@ -136,6 +136,7 @@ class ChatReport(DataReport):
         answers: answers in the kept rows, before rows were cut.
         ends: answers whose end-of-turn token is trained.
         prefixes: answers that begin where the template ends the prompt for them.
+        others: role other than the assistant's -> rows in which the template's tags train such a message.
     """
 
     trained: int = 0
@@ -143,6 +144,7 @@ class ChatReport(DataReport):
     answers: int = 0
     ends: int = 0
     prefixes: int = 0
+    others: Counter[str] = field(default_factory=Counter)
 
     def keep(self, row: Encoded) -> None:
         """Count a row that is kept, of which ``ids`` are left."""
@@ -151,6 +153,16 @@ class ChatReport(DataReport):
         self.answers += row.answers
         self.ends += sum(place < len(row.ids) for place in row.ends)
         self.prefixes += row.answers * row.prefixes
+        self.others.update(row.others)
+
+    def warning(self) -> str | None:
+        """Return a warning of rows that are too long, and of trained messages that are no answers."""
+        roles = _counted(self.others)
+        trained = (
+            f"the chat template's generation tags are around messages that are no answers, so these are trained too:"
+            f" {roles} rows; write data.chat_template=<a file with tags around answers alone, or without tags>"
+        )
+        return "; ".join(filter(None, [super().warning(), trained if self.others else None])) or None
 
     def counts(self) -> Iterator[tuple[Cell, Cell]]:
         """Yield the lines of the first table."""
@@ -159,6 +171,8 @@ class ChatReport(DataReport):
         yield Cell(f"rows cut to {self.max_length:,} tokens"), number(self.cut)
         yield Cell("answers whose end-of-turn token is trained"), Cell(f"{self.ends:,} of {self.answers:,}")
         yield Cell("answers that begin where the prompt for them ends"), Cell(f"{self.prefixes:,} of {self.answers:,}")
+        for role, count in self.others.items():
+            yield Cell(f"rows with a trained message of the role {role}"), number(count)
 
 
 @dataclass

@@ -34,9 +34,14 @@ def folder_of(path: str | Path) -> Path:
         is_name = len(folder.parts) == 2 and folder.parts[0] not in ("/", "..")
         name, to = (path, f"{folder.name}, and write model.path={folder.name}") if is_name else ("<owner>/<name>", path)
         raise CheckpointError(
-            f"model.path={path}: no such folder; download the model first: hf download {name} --local-dir {to}"
+            f"model.path={path}: no such folder{_where(folder)}; download the model first: hf download {name}"
+            f" --local-dir {to}"
         )
     return folder.absolute()
+
+
+def _where(path: Path) -> str:
+    return "" if path.is_absolute() else f" in {Path.cwd()}"
 
 
 def config_of(folder: Path) -> Any:

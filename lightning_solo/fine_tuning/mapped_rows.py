@@ -33,7 +33,7 @@ from lightning_solo.fine_tuning.data_report import DataReport
 from lightning_solo.fine_tuning.rows import LeftOutError, Row, RowError, row_files
 from lightning_solo.machine import user_cache, versions
 
-LAYOUT = 3
+LAYOUT = 4
 """Number of the cache's layout; a change makes new files."""
 SHOWN = 5
 """Number of bad rows that a refusal names."""
@@ -93,7 +93,9 @@ class MappedRows(L.LightningDataModule):
             )
         # what another process needs for the same tokenizer; `path` would be taken for the model's
         names = ("tokenizer", "chat_template", "new_tokens")
-        self.save_hyperparameters(dict(zip(names, self.tokenizer_arguments(), strict=True)), logger=False)
+        folder, *others = self.tokenizer_arguments()
+        absolute = str(Path(folder).absolute())  # commands may be called from another folder
+        self.save_hyperparameters(dict(zip(names, (absolute, *others), strict=True)), logger=False)
         self.report: DataReport | None = None
         self.vocabulary = self.pad_token_id = 0
         self._splits: dict[str, TokenRows] = {}

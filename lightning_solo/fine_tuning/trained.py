@@ -44,4 +44,6 @@ def load_trained(checkpoint: Path, device: torch.device) -> tuple[HFCausalLM, An
         module.load_state_dict(content["state_dict"])
     data = content.get("datamodule_hyper_parameters", {})
     folder, template = data.get("tokenizer", module.path), data.get("chat_template")
+    if not Path(folder).is_dir() and module.path.endswith(f"/{folder}"):  # relative to where the run was started
+        folder = module.path
     return module.to(device).eval(), tokenizer_of(folder, template, data.get("new_tokens", ()))

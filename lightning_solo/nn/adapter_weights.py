@@ -110,7 +110,9 @@ def refuse_other_base(base: Record | None, saved: Record | None) -> None:
     if other:
         raise CheckpointError(
             f"the adapter was trained on a module with other {kind}{listed(other)}; load the same base into the module"
-            " before its adapter. A module into which adapters were merged is no longer that base: build it anew"
+            " before its adapter (on the command line, put the former files back into the base's folder, or export with"
+            " --base-folder FOLDER, where they are). A module into which adapters were merged is no longer that base:"
+            " build it anew"
         )
 
 

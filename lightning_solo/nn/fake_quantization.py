@@ -194,7 +194,8 @@ def chosen_layers(
     if missed := [each for each in names or () if each not in matched]:
         linear = [weight.name.removesuffix(".weight") for weight in weights if weight.kinds & {"linear", "transposed"}]
         raise NothingToDoError(
-            f"{at}layers={missed[0]!r} matches no linear layer that can be quantized; there are"
+            f"{at}layers={missed[0]!r} matches no linear layer that can be quantized"
+            f"{f'; write *.{missed[0]}' if any(name.endswith(f'.{missed[0]}') for name in linear) else ''}; there are"
             f" {listed(linear, 8) or 'no linear layers'}"
         )
     if not choice.layers:

@@ -23,6 +23,7 @@ from lightning_solo.cli.command_line import TOP, check_config
 from lightning_solo.cli.predict import parse, run
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.cli.train import build_parts
+from lightning_solo.cli.trained_run import open_run
 from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.prediction.streaming import MANIFEST
 from tests.cli.commands import signalled
@@ -131,6 +132,31 @@ def test_classifiers_write_labels_for_rows_without_any(task: str, make_trainer: 
         assert sum(row["probabilities"].values()) == pytest.approx(1)
     assert run([*arguments, "--force", "--split", "validation"]) == 0
     assert len(lines(folder / "predictions")) != 5
+
+
+def test_paths_of_a_run_begin_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    small_model("Bert", "ForMaskedLM", vocab_size=320).save_pretrained(home / "base")
+    for place in (home, elsewhere):
+        place.mkdir(exist_ok=True)
+        (place / "rows.jsonl").write_text("{}")
+    monkeypatch.chdir(home)
+    task = ["model=hf_auto", "model.path=base", "model.task=sequence_classification"]
+    cfg = compose_application([*task, "data=labelled", "data.path=rows.jsonl", "root=runs", "run=first"])
+    RunFolder(folder := home / "runs" / "first").write(OmegaConf.masked_copy(cfg, [*TOP]))
+    (folder / "checkpoints").mkdir()
+    torch.save({}, folder / "checkpoints" / "last.ckpt")
+    assert open_run(Path("runs/first")).checked.model["path"] == "base"
+    monkeypatch.chdir(elsewhere)
+    checked = open_run(Path("../home/runs/first"), overrides=["data.predict_path=rows.jsonl"]).checked
+    assert checked.model["path"] == str(home / "base")
+    assert checked.data["tokenizer"] == str(home / "base")
+    assert checked.data["path"] == str(home / "rows.jsonl")
+    assert checked.data["predict_path"] == "rows.jsonl"  # as it is written now
+    folder = folder.rename(elsewhere / "first")  # from where it isn't known
+    with pytest.raises(CheckpointError, match=mentions("model.path=base", str(elsewhere))):
+        build_parts(open_run(folder).checked)
 
 
 def test_a_run_of_0_2_0_with_code_needs_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -353,6 +353,15 @@ def test_peft_loads_whole_modules_also_tied_ones(models: Models, tmp_path: Path)
     assert far(answers(with_peft(base, tmp_path / "out")), answers(module.model)) <= 1e-5
 
 
+def test_adapter_that_peft_cannot_load_is_not_written(models: Models, tmp_path: Path) -> None:
+    module = Tuned(str(models()))
+    module.model.resize_token_embeddings(272, mean_resizing=False)  # of which the base's folder has 264
+    adapted(module, trainable_token_indices=[270])
+    with pytest.raises(CapabilityError, match=mentions("peft", "can't load", "--format hf")):
+        export_pretrained(module, tmp_path / "out", "adapter")
+    assert not any(tmp_path.iterdir())
+
+
 def test_adapter_file_is_as_large_as_its_weights(make_trainer: Make, models: Models, tmp_path: Path) -> None:
     base = models("Llama", hidden_size=256, intermediate_size=512)
     module, file = fitted(make_trainer, base, Adapters(r=8), QuantizedBase(format="int8"))

@@ -162,6 +162,17 @@ def test_many_rows_that_are_too_long_are_warned_of_with_the_length_that_keeps_th
     make(*rows, max_length=longest - 1, too_long="cut")
 
 
+def test_trained_messages_that_are_no_answers_are_warned_of(make: Callable[..., ChatData]) -> None:
+    around = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    template = "{% for message in messages %}{{ message['role'] + ' ' }}" + around + "{% endfor %}"
+    for _ in range(2):  # the second time from the cache
+        with pytest.warns(UserWarning, match=mentions("user (3)", "data.chat_template")):
+            data = make(*map(chat, range(3)), chat_template=template)
+    assert data.report is not None
+    assert data.report.others == {"user": 3}  # type: ignore[attr-defined]
+    assert any(row[0].text.endswith("the role user") for row in next(data.report.tables()).rows)
+
+
 def test_long_rows_are_dropped_or_cut_and_counted(make: Callable[..., ChatData]) -> None:
     rows = [chat(1), chat(2, 40), {"messages": [*chat(3, 60)["messages"][:1] * 12, *chat(3)["messages"][1:]]}]
     lengths = [len(item["input_ids"]) for item in items(make(*rows))]

@@ -341,6 +341,24 @@ def test_tags_in_a_macro_whose_places_are_wrong_are_refused() -> None:
     assert caught.value.reason == "outside the tags"
 
 
+def test_tags_around_other_messages_are_noticed() -> None:
+    around = "{% generation %}" + BODY.replace("\\n", "") + "{% endgeneration %}"
+    for template, others in ((EACH + HEAD + around + "{% endfor %}" + ASK, {"user"}), (TEMPLATES["tags"], set())):
+        conversations = by_template(template)
+        # also where an answer has the text of a question
+        for chat in (CHAT, [user("four"), answer("It is four")]):
+            encoded = conversations.encode(chat)
+            assert encoded.others == others
+            question = tokenizer()(chat[0]["content"])["input_ids"]
+            place = next(n for n in range(len(encoded.ids)) if encoded.ids[n : n + len(question)] == question)
+            assert encoded.trained[place] == bool(others)
+
+
+def test_template_that_is_no_jinja_is_refused_at_once_with_the_line() -> None:
+    with pytest.raises(PresetError, match=mentions("line 2", "endfor", "data.chat_template")):
+        by_template(EACH + "\n{% endif %}").encode(CHAT)
+
+
 def test_own_template_and_the_lack_of_one() -> None:
     pieces = [
         *((f"<s>### User:\n{Q1}\n### Assistant:\n", False), (A1 + "</s>", True)),

@@ -91,6 +91,17 @@ def test_rows_start_at_the_mean_of_their_pieces_and_only_they_and_adapters_are_t
         assert set(changed) <= set(pieces)
 
 
+def test_rows_of_the_settings_are_trained_beside_those_of_new_tokens(
+    model_folder: Callable[..., Path], terms: str
+) -> None:
+    module = HFCausalLM(str(model_folder("Llama", tie_word_embeddings=False)), new_tokens=terms)
+    module.configure_model()
+    new = module.trainable_token_indices["model.model.embed_tokens"]
+    assert len(new) == 2
+    tokens = Adapters(r=2, trainable_token_indices=[5, new[0]])._config_for(module).tokens
+    assert tokens == {"model.model.embed_tokens": (5, *new), "model.lm_head": (*new,)}
+
+
 def test_weights_of_which_rows_are_trained_are_not_quantized(
     model_folder: Callable[..., Path], make_trainer: Callable[..., Any], tmp_path: Path, terms: str
 ) -> None:

@@ -93,13 +93,21 @@ def test_command_prints_the_answer(
 
 
 def test_prompt_is_continued_as_plain_text_after_a_training_on_text_or_if_it_is_raw(
-    model_folder: Folder, make_trainer: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_folder: Folder,
+    make_trainer: Make,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     folder = model_folder("Llama")
     data = TextData(str(text), str(folder), max_length=16, cache=str(tmp_path / "cache"))
+    monkeypatch.chdir(folder.parent)
+    data.tokenizer = folder.name
+    data.__post_init__()
     fitted(folder, make_trainer, tmp_path / "text", data=data)
+    monkeypatch.chdir(tmp_path)  # from where relative paths of the training lead nowhere
     fitted(folder, make_trainer, tmp_path / "chat")
     for run_folder, options in (("text", []), ("chat", ["--raw"])):
         module, tokenizer = load_trained(tmp_path / run_folder / "checkpoints" / "last.ckpt", CPU)

@@ -146,7 +146,12 @@ class Adapters(Technique, Settings):
         return config
 
     def _rows(self, module: nn.Module) -> dict[str, tuple[int, ...]]:
-        rows = self.trainable_token_indices or getattr(module, "trainable_token_indices", ())
+        """Return name of an embedding or head -> rows to train: the settings' and those of the module's new tokens."""
+        own = self._rows_of(module, getattr(module, "trainable_token_indices", ()))
+        rows = self._rows_of(module, self.trainable_token_indices or ())
+        return {name: tuple(sorted({*own.get(name, ()), *rows.get(name, ())})) for name in {**own, **rows}}
+
+    def _rows_of(self, module: nn.Module, rows: Any) -> dict[str, tuple[int, ...]]:
         option = f"{OPTION}.trainable_token_indices"
         if not rows:
             return {}
