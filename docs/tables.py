@@ -558,15 +558,15 @@ def low_precision_table(result: dict[str, Any]) -> str:
 
 
 def quantized_loading_table(result: dict[str, Any]) -> str:
-    """Return seconds and growth of anonymous memory for each way to load a model."""
-    rows = [[row["way"], str(row["seconds"]), str(row["peak_mib"]), str(row["kept_mib"])] for row in result["rows"]]
+    """Return the growth of anonymous memory for each way to load a model."""
+    rows = [[row["way"], str(row["peak_mib"]), str(row["kept_mib"])] for row in result["rows"]]
     quantized = max(row["quantized_mib"] for row in result["rows"])
     explained = (
         f"A Llama of {result['weights'] / 1e6:.0f} million weights in bf16, on one thread; its linear layers take"
-        f" {quantized} MiB in 4 bits. Each way in a fresh process, with the shards in the file system's cache;"
-        " anonymous memory (RssAnon) is without mapped files."
+        f" {quantized} MiB in 4 bits. The largest of three fresh processes for each way, with the shards in the file"
+        " system's cache; anonymous memory (RssAnon) is without mapped files."
     )
-    return table(["way", "seconds", "growth at the peak, MiB", "growth kept, MiB"], rows) + note(
+    return table(["way", "growth at the peak, MiB", "growth kept, MiB"], rows) + note(
         result, result["command"], explained
     )
 
@@ -728,7 +728,7 @@ def whole_ladder_table(result: dict[str, Any]) -> str:
 
 def fine_tuning_plans_table(result: dict[str, Any]) -> str:
     """Return the largest model that fits each card under each way of training, by its plans."""
-    ways = list(dict.fromkeys(row["way"] for row in result["plans"] if row["way"] != "qlora, smaller"))
+    ways = list(dict.fromkeys(row["way"] for row in result["plans"] if not row["way"].endswith(", smaller")))
     tokens = result["plans"][0]["tokens"]
 
     def largest(way: str, gibibytes: int) -> str:

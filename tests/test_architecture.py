@@ -46,7 +46,7 @@ LEVELS = {
     "sweeps": 4,
     "ladder": 4.5,
     "reference": 2,
-    "fine_tuning": 2,
+    "fine_tuning": 2.1,  # reads the text of `reference`
     "guard": 2,
     "fitting": 2,
     "requirements": 1.5,

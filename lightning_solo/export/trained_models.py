@@ -226,8 +226,8 @@ def _weights_of(
     weights = {key: value.detach().cpu() for key, value in weights.items()}
     weights |= widest_weights(source_of(module, live=unaveraged))  # which under adapters are those alone
     if widest is not None:  # not rounded to the type in which training computed
-        weights |= {key: each.dequantized(widest).cpu() for key, each in quantized_weights.items()}
-    return weights, {key: each.format for key, each in quantized_weights.items()}
+        weights |= {key: each.dequantized(widest).cpu() for key, each in quantized_weights.items() if each.rounding}
+    return weights, {key: each.rounding for key, each in quantized_weights.items() if each.rounding}
 
 
 def _is_model(path: object) -> bool:

@@ -27,7 +27,10 @@ from lightning_solo.fine_tuning.rows import (
     refuse_half_characters,
     row_files,
 )
+from lightning_solo.reference.stdlib_text import library_files
 
+STDLIB = "stdlib"
+"""The path of the standard library's text."""
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufeff\ufffe\uffff]")
 BINARY = 0.1
 """A document with a larger share of control characters isn't text."""
@@ -128,7 +131,8 @@ class TextData(MappedRows):
     these would be none or all.
 
     Args:
-        path: file of rows with ``text``; or a folder of text files, each a document, and of files of such rows.
+        path: file of rows with ``text``; or a folder of text files, each a document, and of files of such rows; or
+            "stdlib": the modules of Python's standard library, each a document, unless a file or folder has this name.
         files: pattern of the text files in a folder, at any depth.
         cleaning: arguments of `Cleaning` by name.
         new_tokens: texts that become tokens, or a file with one a line; the model gets rows for them.
@@ -160,6 +164,8 @@ class TextData(MappedRows):
     def sources(self) -> list[Path]:
         """Return text files and files of rows, in order."""
         path = Path(self.path)
+        if self._is_library():
+            return [file for _, file in library_files()]
         if not path.is_dir():
             return [path] if path.match(self.files) and path.is_file() else row_files(path)
         texts = [file for file in sorted(path.rglob(self.files)) if file.is_file()]
@@ -169,6 +175,9 @@ class TextData(MappedRows):
             if texts:
                 return texts
             raise PresetError(f"{error}; write data.files=<a pattern of text files>") from None
+
+    def _is_library(self) -> bool:
+        return self.path == STDLIB and not Path(self.path).exists()
 
     def tokenize(self, tokenizer: Any, writer: RowWriter) -> None:
         """Write windows of all documents that are kept."""
@@ -202,7 +211,7 @@ class TextData(MappedRows):
 
     def _documents(self, writer: RowWriter) -> Iterator[Row]:
         for file in self.sources():
-            if file.match(self.files):
+            if self._is_library() or file.match(self.files):
                 yield Row(str(file), {"text": file.read_bytes().decode("utf-8-sig", "replace")})
             else:
                 yield from read_rows(file, writer.drop)

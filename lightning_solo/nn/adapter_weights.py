@@ -144,7 +144,7 @@ def quantized_record(module: nn.Module) -> Record:
     """Return the entries of `base_record` for weights in 4 or 8 bits, with their rounded values."""
     return {
         f"{name}.{own}" if name else own: {
-            "shape": list(weight.shape), "format": weight.format, "values": _samples(weight.dequantized())
+            "shape": list(weight.shape), "format": weight.rounding, "values": _samples(weight.saved())
         }
         for name, part in plain_modules(module)
         for own, weight in weights_in(part).items()

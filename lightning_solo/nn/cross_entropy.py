@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from lightning_solo.errors import CapabilityError, GradientError
 from lightning_solo.nn import liger
+from lightning_solo.nn.quantized import QuantizedWeight
 
 _ROWS = 8192
 """Rows of the weight whose gradient is added at a time, if the sum has a wider type than the product."""
@@ -120,7 +121,7 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
 
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     bias: Tensor | None,
     labels: Tensor,
     loss: Loss,
@@ -131,14 +132,15 @@ def linear_cross_entropy(
 
     Args:
         hidden: (..., width), the input of the output layer.
-        weight: (vocabulary, width).
+        weight: (vocabulary, width). One in 8 bits or on the host is dequantized or copied a part at a time, again for
+            each chunk.
         bias: (vocabulary,).
         labels: (...), integers.
         loss: options of the loss.
         dtype: type of the products with the weight.
         reduction: "mean", "sum" or "none".
     """
-    if labels.shape != hidden.shape[:-1] or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+    if labels.shape != hidden.shape[:-1] or len(weight.shape) != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels {tuple(labels.shape)}: write (..., "
             "width), (vocabulary, width) and (...)"
@@ -153,10 +155,13 @@ def linear_cross_entropy(
     return total / len(rows) if len(rows) else total + math.nan  # a division would make NaN of the gradients
 
 
-def chunked_argmax(hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: Loss, dtype: torch.dtype) -> Tensor:
+def chunked_argmax(
+    hidden: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, loss: Loss, dtype: torch.dtype
+) -> Tensor:
     """Return the index of each token's largest logit: (..., width) -> (...)."""
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        weight = weight.to(dtype) if isinstance(weight, Tensor) else weight
+        bias = None if bias is None else bias.to(dtype)
         chunks = torch.split(hidden.flatten(0, -2), loss.chunk_tokens)
         found = [_logits(chunk.to(dtype), weight, bias, loss.pointwise).argmax(1) for chunk in chunks]
     return torch.cat(found).view(hidden.shape[:-1])
@@ -211,20 +216,22 @@ class _LossPerToken(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         hidden, weight, bias, labels, rows, ctx.loss, ctx.dtype = arguments
-        ctx.save_for_backward(hidden, weight, bias, labels, rows)
+        ctx.quantized = None if isinstance(weight, Tensor) else weight
+        ctx.save_for_backward(hidden, weight if ctx.quantized is None else None, bias, labels, rows)
         return _walk(*arguments)[0]
 
     @staticmethod
     def backward(ctx: Any, factors: Tensor) -> Any:
         _refuse_second_derivative()
-        arguments, needed = (*ctx.saved_tensors, ctx.loss, ctx.dtype), ctx.needs_input_grad[:3]
-        _, gradients = _walk(*arguments, needed=needed, factors=factors)
+        hidden, weight, *others = ctx.saved_tensors
+        arguments = hidden, weight if ctx.quantized is None else ctx.quantized, *others, ctx.loss, ctx.dtype
+        _, gradients = _walk(*arguments, needed=ctx.needs_input_grad[:3], factors=factors)
         return *gradients, *[None] * 4
 
 
 def _walk(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     bias: Tensor | None,
     labels: Tensor,
     rows: Tensor,
@@ -241,14 +248,15 @@ def _walk(
     all_count = len(rows) == len(labels)
     losses = hidden.new_zeros(len(labels), dtype=_exact(dtype))
     gradients = [
-        torch.zeros_like(t) if t is not None and n else None
+        torch.zeros_like(t) if isinstance(t, Tensor) and n else None
         for t, n in zip((hidden, weight, bias), needed, strict=True)
     ]
     of_hidden, of_weight, of_bias = gradients
     several = of_weight is not None and of_weight.itemsize < 4 and len(rows) > loss.chunk_tokens
-    rest = torch.zeros_like(weight) if several else None  # of the gradient's sum, which each chunk would round
+    rest = torch.zeros_like(of_weight) if of_weight is not None and several else None  # of a rounded sum
     with torch.autocast(hidden.device.type, enabled=False):
-        low_weight, low_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        low_weight = weight.to(dtype) if isinstance(weight, Tensor) else weight
+        low_bias = None if bias is None else bias.to(dtype)
         for start in range(0, len(rows), loss.chunk_tokens):
             end = min(start + loss.chunk_tokens, len(rows))
             at: Any = slice(start, end) if all_count else rows[start:end]
@@ -262,7 +270,7 @@ def _walk(
                 x.mul_(factors[at].unsqueeze(1))
             x = x.to(dtype)
             if of_hidden is not None:
-                of_hidden[at] = (x @ low_weight).to(of_hidden.dtype)
+                of_hidden[at] = _product(x, low_weight).to(of_hidden.dtype)
             if of_weight is not None:
                 _add_product(of_weight, rest, x.t(), chunk)
             if of_bias is not None:
@@ -275,9 +283,24 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype is torch.float64 else torch.float32
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise) -> Tensor:
+def _product(gradients: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
+    """Return a chunk's gradients of the logits times the weight: (tokens, vocabulary) -> (tokens, width)."""
+    if isinstance(weight, Tensor):
+        return gradients @ weight
+    total = gradients.new_zeros(len(gradients), weight.shape[1], dtype=_exact(gradients.dtype))
+    for rows, part in weight.parts(gradients.dtype):
+        total += gradients[:, rows] @ part
+    return total
+
+
+def _logits(hidden: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, pointwise: Pointwise) -> Tensor:
     """Return a chunk's logits, in fp32: (tokens, vocabulary)."""
-    logits = F.linear(hidden, weight, bias).to(_exact(hidden.dtype))
+    if isinstance(weight, Tensor):
+        logits = F.linear(hidden, weight, bias).to(_exact(hidden.dtype))
+    else:
+        logits = hidden.new_empty(len(hidden), weight.shape[0], dtype=_exact(hidden.dtype))
+        for rows, part in weight.parts(hidden.dtype):
+            logits[:, rows] = F.linear(hidden, part, None if bias is None else bias[rows])
     if pointwise.inner != 1:
         logits.mul_(pointwise.inner)
     if pointwise.capped:

@@ -28,6 +28,7 @@ from lightning_solo.nn.cross_entropy import (
     product_dtype,
 )
 from lightning_solo.nn.forwards import record_of, replace_forward
+from lightning_solo.nn.quantized import QuantizedLinear, QuantizedWeight, product, weights_in
 
 AUTO = "auto"
 
@@ -89,7 +90,8 @@ def _is_linear(part: Any) -> bool:
     """Return whether a part computes its ``weight`` times its input, as peft's layer with trained rows does too."""
     rows = part._modules.get("token_adapter")
     layer = part if rows is None else rows.base_layer
-    is_plain = type(layer).forward is nn.Linear.forward and (rows is None or layer.bias is None)
+    is_plain = type(layer).forward in (nn.Linear.forward, QuantizedLinear.forward)
+    is_plain = is_plain and (rows is None or layer.bias is None)
     return is_plain and "forward" not in vars(part)
 
 
@@ -122,14 +124,17 @@ class _Layer:
     """One call of a head: its input and weights, and whether its logits have been computed."""
 
     def __init__(self, head: nn.Linear, input: Tensor, use: Use) -> None:
-        self.input, self.weight, self.bias, self.use = input, head.weight, getattr(head, "bias", None), use
+        self.input, self.bias, self.use = input, getattr(head, "bias", None), use
+        quantized = weights_in(head).get("weight")
+        self.weight: Any = head.weight if quantized is None else quantized
         self.dtype = product_dtype(input)
         self.autocast = torch.is_autocast_enabled(input.device.type)
         self.computed = False
         self._versions = self._current()
 
     def _current(self) -> list[int]:
-        return [_version(tensor) for tensor in (self.input, self.weight, self.bias)]
+        weights = [self.weight] if isinstance(self.weight, Tensor) else self.weight.tensors()
+        return [_version(tensor) for tensor in (self.input, *weights, self.bias)]
 
     def check(self) -> None:
         """Raise ConflictError if input or weights have changed in place since the head ran."""
@@ -145,7 +150,13 @@ class _Layer:
         self.computed = True
         device, dtype = self.input.device.type, self.dtype if self.autocast else None
         with torch.autocast(device, dtype, enabled=self.autocast):
-            return F.linear(self.input, self.weight, self.bias)
+            return self.product(self.input)
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """Return the layer's output for an input."""
+        if isinstance(self.weight, QuantizedWeight):
+            return product(hidden, self.weight, self.bias)
+        return F.linear(hidden, self.weight, self.bias)
 
 
 def _version(tensor: Tensor | None) -> int:
@@ -192,7 +203,7 @@ class DeferredLogits(Tensor):
         if class_first:
             shape = [shape[0], shape[2], shape[1]]
         leaves = (hidden, layer.weight, layer.bias)
-        needs = differentiable and any(tensor is not None and tensor.requires_grad for tensor in leaves)
+        needs = differentiable and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         self: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=needs)
         self._layer, self._step, self._before, self._hidden = layer, step, before, hidden
         self._differentiable, self._pointwise, self._class_first = differentiable, pointwise, class_first
@@ -263,7 +274,7 @@ class DeferredLogits(Tensor):
             torch.set_grad_enabled(self._differentiable and torch.is_grad_enabled()),
             torch.autocast(hidden.device.type, dtype, enabled=layer.autocast),
         ):
-            logits = F.linear(hidden, layer.weight, layer.bias)
+            logits = layer.product(hidden)
             scaled = logits if inner == 1 else inner * logits
             return outer * scaled.tanh() if is_capped else scaled
 

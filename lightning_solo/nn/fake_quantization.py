@@ -216,7 +216,7 @@ def _is_table(part: nn.Module) -> bool:
 
 def _unfit(part: nn.Module, own: str, p: nn.Parameter) -> str | None:
     """Return why a module can't compute with a rounded parameter, or None."""
-    reason = unsuitable(part, own, p, embeddings=True)
+    reason = unsuitable(part, own, p)
     return f"of {type(part).__name__}, with {p.ndim} dimensions" if reason is None and p.ndim > 2 else reason
 
 

@@ -22,6 +22,8 @@ from lightning_solo.nn.adapted import plain, plain_modules
 from lightning_solo.nn.blocks import after_blocks
 from lightning_solo.nn.deferred_logits import output_heads
 
+OUTPUT_HEAD, TIED, ROWS_TRAINED = "output head", "tied to an embedding", "rows of it are trained"
+"""Why a weight keeps full precision."""
 _OF_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
@@ -166,10 +168,10 @@ def kept_parameters(module: nn.Module) -> dict[int, str]:
         heads = list(output_heads(module).values())
     for weight in weights_of(plain_modules(module, remove_duplicate=False)):
         if "embedding" in weight.kinds and weight.kinds != {"embedding"}:
-            kept[id(weight.parameter)] = "tied to an embedding"
-    for wrapper in [part for part in module.modules() if "token_adapter" in part._modules]:
-        kept.update({id(p): "rows of it are trained" for p in plain(wrapper)._parameters.values() if p is not None})
+            kept[id(weight.parameter)] = TIED
     for head in heads:
         if (own := head._parameters.get("weight")) is not None:
-            kept[id(own)] = "output head"
+            kept[id(own)] = OUTPUT_HEAD
+    for wrapper in [part for part in module.modules() if "token_adapter" in part._modules]:
+        kept.update({id(p): ROWS_TRAINED for p in plain(wrapper)._parameters.values() if p is not None})
     return kept

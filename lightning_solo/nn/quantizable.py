@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,10 +10,20 @@ from torch import nn
 
 from lightning_solo.errors import ConflictError, NothingToDoError, listed
 from lightning_solo.nn.adapted import plain_modules
-from lightning_solo.nn.named_weights import kept_parameters, kind_of, selected, weights_of
+from lightning_solo.nn.named_weights import (
+    OUTPUT_HEAD,
+    ROWS_TRAINED,
+    TIED,
+    Weight,
+    kept_parameters,
+    kind_of,
+    selected,
+    weights_of,
+)
 from lightning_solo.nn.quantized import FLOATS
 
 OPTION = "callback.quantized_base"
+_OF_TABLES = (TIED, OUTPUT_HEAD, ROWS_TRAINED, "it isn't a plain embedding")
 
 
 @dataclass
@@ -22,11 +32,13 @@ class Choice:
 
     Attributes:
         modules: qualified name without adapters -> (module, names of its parameters).
+        tables: id of a parameter of an embedding or an output head -> (setting, its value).
         left_out: qualified name of a frozen matrix that is left as it is -> the reason.
         left_bytes: bytes of those.
     """
 
     modules: dict[str, tuple[nn.Module, list[str]]] = field(default_factory=dict)
+    tables: dict[int, tuple[str, str]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     left_bytes: int = 0
 
@@ -40,18 +52,25 @@ class Choice:
 
 
 def chosen_weights(
-    module: nn.Module, patterns: Sequence[str] | None = None, *, embeddings: bool = False, required: bool = True
+    module: nn.Module,
+    patterns: Sequence[str] | None = None,
+    *,
+    embeddings: str = "unchanged",
+    head: str = "unchanged",
+    required: bool = True,
 ) -> Choice:
     """Return the frozen weights that can be quantized.
 
     These are weights of linear layers, of transformers' ``Conv1D``, and parameters of three dimensions of modules that
-    aren't torch's own, such as the experts of a mixture. Output heads are left out, which are the linear layers after
-    the last block where nothing else says so, and what shares a weight with one or with an embedding.
+    aren't torch's own, such as the experts of a mixture. Embeddings and output heads, which are the linear layers after
+    the last block where nothing else says so, are chosen by settings of their own; a weight that is both, if both
+    settings are the same. Other layers that share a weight with an embedding are left out.
 
     Args:
         module: with frozen weights.
         patterns: of qualified names of modules or parameters; None for all.
-        embeddings: whether frozen embeddings are chosen, too.
+        embeddings: "int8" or "host" chooses frozen embeddings.
+        head: "int8" or "host" chooses frozen output heads.
         required: whether it is an error if there is none.
 
     Raises:
@@ -59,6 +78,7 @@ def chosen_weights(
         ConflictError: a pattern matches a weight that is trained.
     """
     choice, trained, matched = Choice(), list[str](), set[str]()
+    settings = {"embeddings": embeddings, "head": head}
     weights, apart = weights_of(plain_modules(module, remove_duplicate=False)), kept_parameters(module)
     hits = selected([name for weight in weights for name in weight.users], patterns or ())
     for weight in weights:
@@ -66,18 +86,21 @@ def chosen_weights(
         if p.ndim < 2:
             continue
         mine = [pattern for pattern, names in hits.items() if names & weight.users.keys()]
+        left, table = _table(weight, apart.get(id(p)), settings)
         for full, part in weight.layers.items():
             name, _, own = full.rpartition(".")
-            is_table = kind_of(part, own) == "embedding"
-            reason = apart.get(id(p)) or unsuitable(part, own, p, embeddings)
+            is_listed = embeddings != "unchanged" or kind_of(part, own) != "embedding"
+            reason = left or unsuitable(part, own, p)
             if reason is None:
                 matched.update(mine)
             if p.requires_grad and reason is None:
                 _refuse_trained(full, mine)
                 trained.append(full)
-            elif not p.requires_grad and reason is None and (mine or patterns is None or is_table):
+            elif not p.requires_grad and reason is None and (mine or patterns is None or table):
                 choice.modules.setdefault(name, (part, []))[1].append(own)
-            elif not p.requires_grad and (embeddings or not is_table) and p.is_floating_point():
+                if table:
+                    choice.tables[id(p)] = table
+            elif not p.requires_grad and is_listed and p.is_floating_point():
                 choice.left_out[full] = reason or "no pattern matches it"
                 choice.left_bytes += p.nbytes
     if missed := [each for each in patterns or () if each not in matched]:
@@ -87,8 +110,19 @@ def chosen_weights(
             f" {listed(linear, 8) or 'no linear layers'}"
         )
     if required:
-        _refuse_nothing(choice, trained, type(module).__name__, embeddings)
+        _refuse_nothing(choice, trained, type(module).__name__, settings)
     return choice
+
+
+def _table(weight: Weight, apart: str | None, settings: Mapping[str, str]) -> tuple[str | None, tuple[str, str] | None]:
+    """Return why a weight is left out, or the setting and value by which an embedding or output head is chosen."""
+    roles = ["embeddings"] * ("embedding" in weight.kinds) + ["head"] * (apart == OUTPUT_HEAD)
+    values = {settings[role] for role in roles}
+    if values <= {"unchanged"} or apart not in (None, OUTPUT_HEAD):
+        return apart or ("an embedding" if roles else None), None
+    if len(values) > 1:
+        return f"{TIED}; write {OPTION}.embeddings and head alike", None
+    return None, (roles[-1], values.pop())
 
 
 def _refuse_trained(name: str, hits: Sequence[str]) -> None:
@@ -100,14 +134,18 @@ def _refuse_trained(name: str, hits: Sequence[str]) -> None:
         )
 
 
-def _refuse_nothing(choice: Choice, trained: Sequence[str], kind: str, embeddings: bool) -> None:
-    """Refuse a choice without a weight, or without an embedding where these are asked for."""
+def _refuse_nothing(choice: Choice, trained: Sequence[str], kind: str, settings: Mapping[str, str]) -> None:
+    """Refuse a choice without a weight, or without an embedding or output head where these are asked for."""
     reasons = {name: f"{name} ({reason})" for name, reason in choice.left_out.items()}
-    if embeddings and not any(isinstance(part, nn.Embedding) for part, _ in choice.modules.values()):
-        tables = ", ".join(text for name, text in reasons.items() if "embedding" in choice.left_out[name])
+    found = {role for role, _ in choice.tables.values()}
+    if any(isinstance(part, nn.Embedding) for part, _ in choice.modules.values()):
+        found.add("embeddings")
+    words = {"embeddings": "frozen embedding", "head": "frozen output head"}
+    for role in [role for role, value in settings.items() if value != "unchanged" and role not in found]:
+        tables = ", ".join(text for name, text in reasons.items() if choice.left_out[name].startswith(_OF_TABLES))
         raise NothingToDoError(
-            f"{OPTION}.embeddings=int8: {kind} has no frozen embedding of its own"
-            f"{f'; there are {tables}' if tables else ''}; write {OPTION}.embeddings=unchanged"
+            f"{OPTION}.{role}={settings[role]}: {kind} has no {words[role]} that can be stored so"
+            f"{f'; there are {tables}' if tables else ''}; write {OPTION}.{role}=unchanged"
         )
     if not choice.modules and trained:
         raise NothingToDoError(
@@ -122,7 +160,7 @@ def _refuse_nothing(choice: Choice, trained: Sequence[str], kind: str, embedding
         )
 
 
-def unsuitable(part: nn.Module, name: str, p: nn.Parameter, embeddings: bool) -> str | None:
+def unsuitable(part: nn.Module, name: str, p: nn.Parameter) -> str | None:
     """Return why a parameter can't be quantized, or None."""
     if p.dtype not in (*FLOATS, torch.float64):
         return f"its type is {p.dtype}"
@@ -138,5 +176,5 @@ def unsuitable(part: nn.Module, name: str, p: nn.Parameter, embeddings: bool) ->
     if kind == "embedding":
         if type(part).forward is not nn.Embedding.forward or part.max_norm is not None:
             return "it isn't a plain embedding"
-        return None if embeddings else "an embedding"
+        return None
     return None if kind in ("transposed", "experts") else f"of {type(part).__name__}"

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 or 8 bits, of linear layers, embeddings, and modules such as the experts of a mixture.
+"""Frozen weights in 4 or 8 bits or on the host, of linear layers, embeddings, and modules such as a mixture's experts.
 
 NF4 with double quantization (Dettmers et al. 2023, QLoRA, arXiv 2305.14314): each number is one of 16 codes times the
 largest magnitude of its block of 64; these magnitudes, less their mean, are themselves stored in 8 bits, with an fp32
@@ -6,6 +6,7 @@ scale per 256. int8: each number is an integer from -127 to 127 times a scale pe
 
     nf4   1/2 + 1/64 + 4 / (64 * 256) = 0.5159 bytes per weight, and 1,028 bytes per layer
     int8  1 + 4 / (numbers per row)
+    host  as they are, in host memory: an embedding copies the rows of a batch to the device, a linear layer its parts
 
 A module is changed in place, by its class: hooks, names and every reference to it stay as they are.
 """
@@ -13,7 +14,7 @@ A module is changed in place, by its class: hooks, names and every reference to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -22,8 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from lightning_solo.bitsandbytes_operators import bitsandbytes, dynamic_codes
+from lightning_solo.memory import host_slabs
 
 FORMATS = ("nf4", "int8")
+HOST = "host"
+TABLES = ("unchanged", "int8", HOST)
+"""How embeddings and output heads are stored."""
 BLOCK, SCALES_PER_BLOCK = 64, 256
 AT_ONCE = 2**18
 """Numbers that are quantized at a time: temporaries take some 25 bytes for each. A multiple of BLOCK."""
@@ -31,19 +36,22 @@ STORED = ("codes", "scale_codes", "scales")
 """The buffers of a quantized weight that are saved."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INT8_MAX = 127
+_ROWS = 8192
+"""Rows of an output head that are dequantized or copied to the device at a time."""
 
 
 class QuantizedWeight(nn.Module):
-    """A weight in 4 or 8 bits, as buffers.
+    """A weight in 4 or 8 bits or on the host, as buffers.
 
     Scales are fp32 numbers in buffers of integers, so that no conversion of a module to bf16 rounds them.
 
     Args:
         shape: of the weight.
         dtype: of the weight when it is dequantized without another one; conversions of the module change it.
-        codes: uint8 (numbers / 2,) for nf4, int8 (rows, numbers per row) for int8.
+        codes: uint8 (numbers / 2,) for nf4, int8 (rows, numbers per row) for int8, the weight itself for host, which
+            no conversion of the module moves or rounds.
         scales: int32 with the bits of fp32 numbers; nf4: the mean magnitude, then a scale for each 256 blocks; int8: a
-            scale per row.
+            scale per row; host: none.
         scale_codes: uint8 (blocks,) for nf4, else None.
     """
 
@@ -67,13 +75,25 @@ class QuantizedWeight(nn.Module):
 
     @property
     def format(self) -> str:
-        """``"nf4"`` or ``"int8"``."""
+        """``"nf4"``, ``"int8"`` or ``"host"``."""
+        if self.codes.is_floating_point():
+            return HOST
         return "int8" if self.scale_codes is None else "nf4"
+
+    @property
+    def rounding(self) -> str | None:
+        """The format if its numbers are rounded, else None."""
+        return None if self.format == HOST else self.format
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the weight when it is dequantized without another one."""
         return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the computation."""
+        return self.like.device
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +107,46 @@ class QuantizedWeight(nn.Module):
     def dequantized(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weight in a type, by default its own."""
         return dequantized(self.shape, dtype or self.dtype, *self.tensors())
+
+    def saved(self) -> Tensor:
+        """Return the weight for a file: dequantized, or as it is on the host."""
+        return self.codes.to(self.dtype) if self.format == HOST else self.dequantized()
+
+    def parts(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        """Yield some rows of a matrix after the others in a type, on the device; of nf4 all at once."""
+        if self.format == "nf4":
+            yield slice(None), self.dequantized(dtype)
+            return
+        for start in range(0, self.shape[0], _ROWS):
+            rows = slice(start, min(start + _ROWS, self.shape[0]))
+            codes, scales = self.codes[rows], self.scales if self.format == HOST else self.scales[rows]
+            yield rows, dequantized(codes.shape, dtype, codes, scales)
+
+    def gathered(self, indices: Tensor) -> Tensor:
+        """Return rows in the weight's type, on the device of their indices: (...) -> (..., width)."""
+        if self.format != HOST:
+            return torch.mul(self.codes[indices], self.scales.view(torch.float32)[indices][..., None]).to(self.dtype)
+        flat = indices.flatten().to(self.codes.device)
+        rows = torch.empty(len(flat), self.shape[1], dtype=self.codes.dtype, pin_memory=indices.is_cuda)
+        torch.index_select(self.codes, 0, flat, out=rows)
+        return rows.to(indices.device, non_blocking=True).to(self.dtype).view(*indices.shape, -1)
+
+    def pin(self, device: torch.device) -> None:
+        """Copy a weight on the host to pinned memory, from where its parts are copied faster."""
+        if device.type == "cuda" and not self.codes.is_pinned():
+            self.codes = _on_host(self.codes, device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move and convert; numbers on the host stay as they are."""
+        codes = self._buffers["codes"]
+        if codes is None or not codes.is_floating_point():
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._buffers["codes"] = None
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            self._buffers["codes"] = codes
+        return self
 
     def extra_repr(self) -> str:
         return f"{tuple(self.shape)}, {self.format}"
@@ -111,7 +171,7 @@ class QuantizedWeight(nn.Module):
 
 
 def layout(shape: torch.Size, format: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return type and shape of each saved buffer of a quantized weight."""
+    """Return type and shape of each saved buffer of a weight in 4 or 8 bits."""
     if format == "int8":
         return {"codes": (torch.int8, tuple(shape)), "scales": (torch.int32, tuple(shape[:-1]))}
     numbers = shape.numel()
@@ -125,13 +185,15 @@ def layout(shape: torch.Size, format: str) -> dict[str, tuple[torch.dtype, tuple
 
 @torch.no_grad()
 def quantized(weight: Tensor, format: str = "nf4", device: torch.device | None = None) -> QuantizedWeight:
-    """Return a weight in ``nf4`` or ``int8``, on a device, by default its own.
+    """Return a weight in ``nf4`` or ``int8``, on a device, by default its own; or on the ``host`` for this device.
 
     A part after the other is quantized, so that temporaries stay small. The result is that of the whole at once. Of a
     tensor without numbers nothing is computed.
     """
     dtype, shape = weight.dtype, weight.shape
     device = weight.device if device is None else device
+    if format == HOST:
+        return on_host(_on_host(weight, device), device)
     if weight.is_meta or isinstance(weight, FakeTensor):
         parts = layout(shape, format).items()
         buffers = {name: torch.empty(size, dtype=kind, device=device) for name, (kind, size) in parts}
@@ -163,6 +225,21 @@ def quantized(weight: Tensor, format: str = "nf4", device: torch.device | None =
     return QuantizedWeight(shape, dtype, codes, torch.cat([mean[None], scales]).view(torch.int32), scale_codes)
 
 
+def on_host(weight: Tensor, device: torch.device) -> QuantizedWeight:
+    """Return a weight that is on the host, for computations on a device, without a copy."""
+    return QuantizedWeight(weight.shape, weight.dtype, weight, torch.empty(0, dtype=torch.int32, device=device))
+
+
+def _on_host(weight: Tensor, device: torch.device) -> Tensor:
+    host_slabs.require_host_room("a weight on the host", [(weight.numel(), weight.dtype)], "store it in 8 bits")
+    return host_slabs.host_copy([weight.contiguous()], device)[1][0]
+
+
+def on_device(weight: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of a weight on the host, on a device."""
+    return weight.to(device, non_blocking=True)
+
+
 def _table(device: torch.device) -> Tensor:
     return torch.tensor(dynamic_codes(), device=device)
 
@@ -176,6 +253,8 @@ def dequantized(
     table: Tensor | None = None,
 ) -> Tensor:
     """Return a weight of a shape in a type from the buffers of a `QuantizedWeight`."""
+    if codes.is_floating_point():
+        return on_device(codes, scales.device).to(dtype)
     numbers, computed = scales.view(torch.float32), dtype if dtype in FLOATS else torch.float32
     if scale_codes is None or table is None:
         # a GPU's kernel rounds each product to the type of the result, without a product in fp32 in memory
@@ -253,7 +332,7 @@ class _Quantized(nn.Module):
                 f"{name} is stored in 4 or 8 bits and must be a frozen tensor; dequantize the module first"
             )
         before = weights[name]
-        weights[name] = quantized(value.detach(), before.format, before.codes.device)
+        weights[name] = quantized(value.detach(), before.format, before.device)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load; a weight that isn't quantized in the file is quantized."""
@@ -275,19 +354,24 @@ class QuantizedLinear(_Quantized, nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return _product(self, input, is_transposed=False)
+        return product(input, _weight(self), self.bias)
 
 
 class QuantizedConv1D(_Quantized):
     """transformers' linear layer with a transposed weight, in 4 or 8 bits; see `QuantizedLinear`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _product(self, input, is_transposed=True)
+        return product(input, _weight(self), cast("Tensor | None", self.bias), is_transposed=True)
 
 
-def _product(layer: Any, input: Tensor, is_transposed: bool) -> Tensor:
-    weight, dtype = layer.quantized_weights["weight"], _product_dtype(input)
-    bias = None if layer.bias is None else layer.bias.to(dtype)
+def _weight(layer: Any) -> QuantizedWeight:
+    return cast("QuantizedWeight", layer.quantized_weights["weight"])
+
+
+def product(input: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, is_transposed: bool = False) -> Tensor:
+    """Return the output of a linear layer: (..., in) -> (..., out)."""
+    dtype = _product_dtype(input)
+    bias = None if bias is None else bias.to(dtype)
     with torch.autocast(input.device.type, enabled=False):
         arguments = input.to(dtype), bias, weight.shape, is_transposed, *weight.tensors()
         output: Tensor = _Product.apply(*arguments)  # type: ignore[no-untyped-call]
@@ -295,12 +379,10 @@ def _product(layer: Any, input: Tensor, is_transposed: bool) -> Tensor:
 
 
 class QuantizedEmbedding(_Quantized, nn.Embedding):
-    """An embedding with a frozen weight in 8 bits: indices (...) -> (..., width), in the weight's type."""
+    """An embedding with a frozen weight in 8 bits or on the host: indices (...) -> (..., width), in its type."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = cast("QuantizedWeight", self.quantized_weights["weight"])
-        numbers = weight.scales.view(torch.float32)[input]
-        return torch.mul(weight.codes[input], numbers[..., None]).to(weight.dtype)
+        return _weight(self).gathered(input)
 
 
 class _QuantizedParameters(_Quantized):
@@ -403,12 +485,14 @@ def with_plain_weights(states: Mapping[str, Any], weights: Mapping[str, Quantize
         part, _, parameter = name.rpartition(".")
         prefixes[f"{part}.quantized_weights.{parameter}" if part else f"quantized_weights.{parameter}"] = name
     plain: dict[str, Any] = {}
+    made: dict[int, Tensor] = {}  # tied weights stay tied
     for key, value in states.items():
         whole = prefixes.get(key.rpartition(".")[0])
         if whole is None:
             plain[key] = value
         elif whole not in plain:
-            plain[whole] = weights[whole].dequantized()
+            weight = weights[whole]
+            plain[whole] = made[id(weight)] if id(weight) in made else made.setdefault(id(weight), weight.saved())
     return plain
 
 

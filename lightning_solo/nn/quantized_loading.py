@@ -6,12 +6,13 @@ own, which is mapped: the host's memory holds one weight at a time. The next sta
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +25,7 @@ from lightning_solo.attributes import replaced
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError, listed
 from lightning_solo.machine import is_installed, user_cache
 from lightning_solo.nn.quantizable import chosen_weights
-from lightning_solo.nn.quantized import FLOATS, FORMATS, QuantizedWeight, quantize, quantized
+from lightning_solo.nn.quantized import FLOATS, FORMATS, HOST, TABLES, QuantizedWeight, on_host, quantize, quantized
 
 LAYOUT = b"2"
 """Number of the cache's layout; a change makes new files."""
@@ -49,6 +50,7 @@ def load_quantized(
     *,
     format: str = "nf4",
     embeddings: str = "unchanged",
+    head: str = "unchanged",
     layers: Sequence[str] | None = None,
     cache: str | Path | None = None,
 ) -> AnyModule:
@@ -62,7 +64,9 @@ def load_quantized(
             created without numbers; buffers are as it makes them.
         folder: of ``model.safetensors``, or of the shards in ``model.safetensors.index.json``.
         format: "nf4" or "int8".
-        embeddings: "unchanged" or "int8".
+        embeddings: "unchanged", "int8", or "host": they stay in host memory wherever the module moves, and copy the
+            rows of a batch to its device.
+        head: "unchanged", "int8", or "host", of the output head; where it is tied to an embedding, write both alike.
         layers: patterns of names of the weights to quantize; None for all but output heads.
         cache: folder of the quantized weights, by default ``lightning_solo/quantized`` in the user's cache folder. They
             are quantized anew if the model's files have changed.
@@ -72,9 +76,10 @@ def load_quantized(
         CapabilityError: the package safetensors is missing.
         PresetError: an unknown format.
     """
-    if format not in FORMATS or embeddings not in ("unchanged", "int8"):
+    if format not in FORMATS or not {embeddings, head} <= {*TABLES}:
         raise PresetError(
-            f"format={format!r}, embeddings={embeddings!r}: write {' or '.join(FORMATS)}; unchanged or int8"
+            f"format={format!r}, embeddings={embeddings!r}, head={head!r}: write {' or '.join(FORMATS)}; for embeddings"
+            f" and head {', '.join(TABLES)}"
         )
     if not is_installed("safetensors"):
         raise CapabilityError("load_quantized reads safetensors; write pip install lightning-solo[safetensors]")
@@ -86,17 +91,17 @@ def load_quantized(
             module = build().requires_grad_(False)
         tensors = _with_experts(module, tensors)
         stored = _matched(module, tensors, folder)
-        choice = chosen_weights(module, layers, embeddings=embeddings == "int8")
+        choice = chosen_weights(module, layers, embeddings=embeddings, head=head)
         _assign(module, tensors, stored, {id(p) for p in choice.parameters().values()})
         folder = (_default_cache() if cache is None else Path(cache)) / _cache_folder(folder, files)
         weights: dict[str, QuantizedWeight] = {}  # tied weights stay tied
         for part, names in choice.modules.values():
-            sources = {name: stored[id(part._parameters[name])] for name in names}
-            for source in sources.values():
-                if source not in weights:
-                    form = "int8" if isinstance(part, nn.Embedding) else format
+            numbers = {name: id(part._parameters[name]) for name in names}
+            for number in numbers.values():
+                if (source := stored[number]) not in weights:
+                    _, form = choice.tables.get(number, ("", format))
                     weights[source] = _quantized(source, tensors[source], form, folder)
-            quantize(part, {name: weights[source] for name, source in sources.items()})
+            quantize(part, {name: weights[stored[number]] for name, number in numbers.items()})
     return module
 
 
@@ -276,6 +281,8 @@ def _quantized(name: str, stored: Stored, format: str, folder: Path) -> Quantize
         raise CheckpointError(
             f"{name} is {stored.dtype}, and so quantized already; write the folder of the 16-bit model"
         )
+    if format == HOST:
+        return on_host(stored.read(), torch.device("cpu"))
     path = folder / f"{name}.{format}.pt"
     read = partial(torch.load, path, map_location="cpu", mmap=True, weights_only=True)
     try:
@@ -284,12 +291,19 @@ def _quantized(name: str, stored: Stored, format: str, folder: Path) -> Quantize
         try:
             with whole_file(path) as new, new.open("wb") as file:
                 torch.save(dict(quantized(stored.read(), format).state_dict()), file)
+            _free_heap()
         except (RuntimeError, OSError) as error:
             raise CheckpointError(
                 f"{path}: the quantized weights can't be written ({error}); write cache=<a folder with room>"
             ) from error
         parts = read()
     return QuantizedWeight(stored.shape, stored.dtype, **parts)
+
+
+def _free_heap() -> None:
+    """Return freed memory to the system: glibc would keep that of all weights' temporaries."""
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _assign(module: nn.Module, tensors: Mapping[str, Stored], stored: Mapping[int, str], without: set[int]) -> None:

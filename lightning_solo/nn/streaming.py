@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_solo.errors import ConflictError
 from lightning_solo.memory.block_ring import BlockRing
 from lightning_solo.nn.forwards import original_forward, record_of, replace_forward, restore_forwards
-from lightning_solo.nn.quantized import STORED, QuantizedWeight
+from lightning_solo.nn.quantized import HOST, STORED, QuantizedWeight
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # other classes hold their numbers in tensors of their own
 
@@ -172,7 +172,7 @@ def _outside(module: nn.Module, blocks: Mapping[str, nn.Module]) -> set[int]:
 
 def _is_streamed(part: nn.Module, key: str, tensor: Tensor) -> bool:
     if key in part._buffers:
-        return isinstance(part, QuantizedWeight) and key in STORED
+        return isinstance(part, QuantizedWeight) and key in STORED and part.format != HOST
     # recurrent layers keep a list of their weights
     is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and not isinstance(part, nn.RNNBase)
     return is_plain and not tensor.is_meta and _is_dense(tensor)

@@ -35,7 +35,13 @@ from lightning_solo.planner.fake_modules import (
     to_random,
     with_numbers,
 )
-from lightning_solo.planner.kernels import planned_host_memory, planned_kernels, planned_offloading, planned_rings
+from lightning_solo.planner.kernels import (
+    planned_host_memory,
+    planned_host_weights,
+    planned_kernels,
+    planned_offloading,
+    planned_rings,
+)
 from lightning_solo.planner.optimizer_rules import choose_foreach, fill_history
 from lightning_solo.planner.tracer import Cost, Tracer
 from lightning_solo.seams.homes import home_of
@@ -131,6 +137,7 @@ def capture(
             stack.enter_context(cuda_rules(attention))
             stack.enter_context(planned_host_memory(tracer))
             stack.enter_context(planned_rings(tracer))
+            stack.enter_context(planned_host_weights(tracer))
             if moves_batches:  # on the CPU, which a trace uses for both devices, nothing would be copied
                 stack.enter_context(batches_through(trainer.strategy, _cloned))
         elif fake:

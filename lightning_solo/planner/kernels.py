@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_solo.attributes import replaced
 from lightning_solo.memory import host_slabs
 from lightning_solo.memory.block_ring import BlockRing
+from lightning_solo.nn import quantized
 from lightning_solo.nn.offloading import Offloader
 from lightning_solo.optim import adamw_update, cpu_kernel, kernels, memory_order, split_weights, staging
 from lightning_solo.optim.gpu_kernel import TritonKernels
@@ -191,6 +192,21 @@ def planned_rings(tracer: Tracer) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def planned_host_weights(tracer: Tracer) -> Iterator[None]:
+    """Record the copies of weights on the host to a GPU, each of which the next operator awaits."""
+
+    def copied(weight: Tensor, device: torch.device) -> Tensor:
+        tracer.copy(TO_DEVICE, weight.nbytes, _HOST_WEIGHTS)
+        tracer.copy(AWAITED, 0, _HOST_WEIGHTS)
+        return weight.clone()
+
+    with replaced(quantized, "on_device", copied):
+        yield
+
+
+_HOST_WEIGHTS = 10**6 - 1
+"""Number of the buffer of weights on the host, above those of staging buffers."""
 _RING_BUFFERS = 10**6
 """Numbers of rings' buffers begin here, above those of staging buffers."""
 

@@ -108,7 +108,7 @@ def test_adapter_with_new_tokens_is_compared_as_peft_loads_it(
         assert far(logits, module.eval().model(ids).logits) <= 1e-5
 
 
-@pytest.mark.parametrize("quantized", ["technique", long("loaded"), long("streamed")])
+@pytest.mark.parametrize("quantized", ["technique", *map(long, ("loaded", "streamed", "tables", "tied"))])
 def test_adapter_on_four_bits_is_added_to_the_rounded_weights(
     quantized: str, model_folder: Folder, chats: Path, make_trainer: Make, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -116,11 +116,14 @@ def test_adapter_on_four_bits_is_added_to_the_rounded_weights(
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user_cache"))
-    technique: list[Any] = [] if quantized == "loaded" else [solo.callbacks.QuantizedBase()]
-    technique += [solo.callbacks.FrozenStreaming()] if quantized == "streamed" else []
+    tables = {"tables": {"embeddings": "host", "head": "int8"}, "tied": {"embeddings": "int8", "head": "int8"}}
+    tables = tables.get(quantized, {})
+    technique: list[Any] = [] if quantized == "loaded" else [solo.callbacks.QuantizedBase(**tables)]
+    technique += [solo.callbacks.FrozenStreaming()] if quantized == "streamed" or tables else []
+    technique += [solo.callbacks.ChunkedCrossEntropy()] if tables else []
     options: Any = {"quantized": "nf4"} if quantized == "loaded" else {}
     adapters = solo.callbacks.Adapters(r=4)
-    base = model_folder("Llama")
+    base = model_folder("Llama", tie_word_embeddings=quantized == "tied")
     module, file = fitted(base, chats, tmp_path, make_trainer, adapters, *technique, **options)
     for source in (file, module):
         lines = export_pretrained(source, tmp_path / "out", overwrite=True)

@@ -12,8 +12,10 @@ import torch
 
 from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.errors import PresetError
+from lightning_solo.fine_tuning import text as text_file
 from lightning_solo.fine_tuning.rows import RowError
 from lightning_solo.fine_tuning.text import Cleaning, TextData, cleaned
+from lightning_solo.reference.stdlib_text import library_files
 from tests.fine_tuning.conftest import tiny_tokenizer
 from tests.messages import mentions
 
@@ -160,3 +162,32 @@ def test_bad_rows_and_choices_are_named(make: Callable[..., TextData], model: Pa
         TextData(str(tmp_path / "empty"), str(model)).setup("fit")
     with pytest.raises(PresetError, match=mentions("missing.txt")):
         TextData(str(tmp_path / "missing.txt"), str(model)).setup("fit")
+
+
+def test_the_standard_library_is_read_by_its_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = TextData("stdlib", str(model))
+    files = dict(library_files())
+    assert data.sources() == list(files.values())
+    # a few modules, since a slow tokenizer would take minutes for all
+    few = [(name, files[name]) for name in ("this.py", "antigravity.py", "__future__.py")]
+    monkeypatch.setattr(text_file, "library_files", lambda: [*few, ("copy/this.py", files["this.py"])])
+    data = TextData("stdlib", str(model), max_length=64, validation_share=0.0, cache="cache")
+    data.setup("fit")
+    assert data.report is not None
+    assert (data.report.kept, data.report.dropped["duplicate"]) == (3, 1)
+    Path("stdlib").mkdir()
+    (tmp_path / "stdlib" / "a.txt").write_text(PROSE)
+    assert data.sources() == [Path("stdlib/a.txt")]
+
+
+@pytest.mark.long
+def test_the_whole_standard_library_is_tokenized_once(model: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        data = TextData("stdlib", str(model), max_length=512, cache=str(tmp_path / "cache"))
+        data.setup("fit")
+        assert data.report is not None
+        assert data.report.kept > 400
+        assert min(data.report.train, data.report.validation) > 0
+    (file,) = (tmp_path / "cache").glob("stdlib-*.tokens")
+    assert file.stat().st_size == 4 * data.report.tokens

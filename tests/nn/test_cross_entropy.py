@@ -12,11 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_solo.errors import CapabilityError, GradientError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.nn import chunked_cross_entropy, liger
+from lightning_solo.nn import quantized as quantized_file
+from lightning_solo.nn.cross_entropy import Loss, Pointwise, chunked_argmax, linear_cross_entropy
 from tests.messages import mentions
 
 TOKENS, WIDTH, WORDS = 90, 16, 257
@@ -279,3 +282,37 @@ def test_liger_is_refused_where_it_is_missing_or_cannot_run(monkeypatch: pytest.
         chunked_cross_entropy(*arguments, backend="liger")
     with pytest.raises(ValueError, match="liger"):
         chunked_cross_entropy(*arguments, backend="triton")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("format", ["int8", "host"])
+def test_a_quantized_weight_gives_the_loss_of_the_rounded_one_and_is_dequantized_in_parts(
+    format: str, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized_file, "_ROWS", 50)
+    hidden, numbers, bias, labels = case()
+    weight, sizes = quantized_file.quantized(numbers, format), list[int]()
+    loss = Loss(chunk_tokens=32, label_smoothing=0.1, pointwise=Pointwise(1 / 5, True, 5))
+    factors = torch.rand(TOKENS) if reduction == "none" else torch.ones(())
+
+    def run(weight: Any) -> list[Tensor]:
+        leaves = [hidden.clone().requires_grad_(), bias.clone().requires_grad_()]
+        value = linear_cross_entropy(leaves[0], weight, leaves[1], labels, loss, torch.float32, reduction)
+        (factors * value).sum().backward()
+        return [value.detach(), *(leaf.grad for leaf in leaves)]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and result.is_floating_point() and result.dim() == 2:
+                sizes.append(len(result) if result.shape[1] == WIDTH else 0)
+            return result
+
+    with Sizes():
+        mine = run(weight)
+    assert 50 in sizes
+    assert max(sizes) < WORDS
+    for one, other in zip(mine, run(weight.dequantized()), strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+    found = chunked_argmax(hidden, weight, bias, loss, torch.float32)
+    assert torch.equal(found, chunked_argmax(hidden, weight.dequantized(), bias, loss, torch.float32))

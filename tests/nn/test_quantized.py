@@ -264,6 +264,30 @@ def test_embedding_in_8_bits() -> None:
     assert mine.to(torch.bfloat16)(index).dtype is torch.bfloat16
 
 
+def test_embedding_on_the_host_keeps_its_numbers_and_gives_the_modules_type() -> None:
+    plain = nn.Embedding(10, 6).requires_grad_(False)
+    mine = in_place(copy.deepcopy(plain), "host")
+    weight, ids = mine.quantized_weights["weight"], torch.tensor([[1, 9], [0, 0]])
+    table = weight.codes
+    assert torch.equal(mine(ids), plain(ids))
+    mine.to(torch.bfloat16)
+    assert weight.codes is table
+    assert torch.equal(mine(ids), plain(ids).bfloat16())
+    mine.to("meta")
+    assert (weight.codes is table, weight.device.type) == (True, "meta")
+    with pytest.raises(IndexError):
+        in_place(copy.deepcopy(plain), "host")(torch.tensor([10]))
+    other = in_place(nn.Embedding(10, 6).requires_grad_(False), "host")
+    other.load_state_dict(plain.state_dict())
+    assert torch.equal(other(ids), plain(ids))
+    other.weight = plain.weight * 2
+    assert torch.equal(other(ids), plain(ids) * 2)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(other)))
+    assert torch.equal(again(ids), other(ids))
+    head = in_place(linear(), "host")
+    assert all(torch.equal(one, other) for one, other in zip(run(head), run(linear()), strict=True))
+
+
 def test_fake_tensors_and_compiled_code() -> None:
     with FakeTensorMode():
         layer = nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)

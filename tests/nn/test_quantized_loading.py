@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_solo as solo
-from lightning_solo.errors import CheckpointError, PresetError
+from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError
 from lightning_solo.nn import quantized_loading
 from lightning_solo.nn.quantized import QuantizedEmbedding, QuantizedLinear, quantized, quantized_weights_of
 from tests.messages import mentions
@@ -122,6 +122,16 @@ def test_embeddings_and_patterns(tmp_path: Path) -> None:
     assert isinstance(loaded.positions, QuantizedEmbedding)
     assert type(loaded.embedding) is nn.Embedding  # tied to the head
     assert [type(layer) for layer in loaded.layers[0]] == [QuantizedLinear, nn.Linear]
+    loaded = load(tmp_path / "model", embeddings="host", head="host")
+    weight = loaded.head.quantized_weights["weight"]
+    assert weight.format == "host"
+    assert weight is loaded.embedding.quantized_weights["weight"]
+    plain = load(tmp_path / "model", layers=["layers.*"])
+    assert torch.equal(loaded(torch.arange(6)), plain(torch.arange(6)))
+    loaded = load(tmp_path / "model", embeddings="int8", head="int8")
+    assert loaded.head.quantized_weights["weight"] is loaded.embedding.quantized_weights["weight"]
+    with pytest.raises(NothingToDoError, match="embeddings and head alike"):
+        load(tmp_path / "model", head="int8")
     with pytest.raises(PresetError, match="nf5"):
         load(tmp_path / "model", format="nf5")
 

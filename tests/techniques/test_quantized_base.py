@@ -16,12 +16,14 @@ from torch.utils.data import DataLoader
 
 import lightning_solo as solo
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError
+from lightning_solo.nn import quantized as quantized_file
 from lightning_solo.nn.quantizable import chosen_weights
-from lightning_solo.nn.quantized import QuantizedLinear, quantize, quantized
+from lightning_solo.nn.quantized import QuantizedLinear, quantize, quantized, quantized_weights_of
 from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner
+from lightning_solo.planner.timeline import TO_DEVICE, busy
 from lightning_solo.presets.compose import compose
-from lightning_solo.techniques.quantized_base.technique import QuantizedBase
+from lightning_solo.techniques.quantized_base.technique import RECORD, QuantizedBase
 from lightning_solo.units import GiB
 from tests.modules import Held, Stack, loader, regression
 
@@ -108,7 +110,7 @@ def test_each_pattern_must_match() -> None:
     with pytest.raises(NothingToDoError, match=r"'\*\.gate' matches no weight .*net\.blocks\.0\.up"):
         chosen_weights(module, ["*.up", "*.gate"])
     with pytest.raises(NothingToDoError, match="has no frozen embedding"):
-        chosen_weights(module, embeddings=True)
+        chosen_weights(module, embeddings="int8")
 
 
 class Tied(nn.Module):
@@ -130,9 +132,91 @@ def test_heads_embeddings_and_attention_are_left_out_and_ties_stay() -> None:
     assert set(choice.left_out) == {"head.weight", "attention.in_proj_weight", "attention.out_proj.weight"}
     assert choice.left_out["head.weight"] == "output head"
     assert choice.left_bytes == 4 * (40 * 16 + 48 * 16 + 16 * 16)
-    choice = chosen_weights(module, embeddings=True)
+    choice = chosen_weights(module, embeddings="int8")
     assert list(choice.modules) == ["positions", "one", "two"]
-    assert choice.left_out["embedding.weight"] == "output head"
+    assert "write callback.quantized_base.embeddings and head alike" in choice.left_out["embedding.weight"]
+    choice = chosen_weights(module, embeddings="host", head="host")
+    assert set(choice.modules) == {"embedding", "positions", "one", "two", "head"}
+    assert choice.tables == {
+        id(part.weight): ("head" if part is module.head else "embeddings", "host")
+        for part in (module.positions, module.head)
+    }
+    with pytest.raises(NothingToDoError, match=r"head=int8: .*embeddings and head alike.*head=unchanged"):
+        chosen_weights(module, head="int8")
+    module.head.weight.requires_grad_(True)
+    with pytest.raises(NothingToDoError, match=r"head=host: .*no frozen output head"):
+        chosen_weights(module, embeddings="host", head="host")
+
+
+class Words(nn.Module):
+    """A language model of frozen embedding, layers and head, with norms that are trained."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, WIDTH)
+        self.blocks = Stack(2, width=WIDTH).blocks
+        self.head = nn.Linear(WIDTH, 40, bias=not tied)
+        self.requires_grad_(False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        for block in self.blocks:
+            block.norm.requires_grad_(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embedding(x)))
+
+
+def words(tied: bool = False) -> Any:
+    torch.manual_seed(0)
+    return regression(L, Words(tied), loss=nn.functional.cross_entropy)
+
+
+def sentences(batches: int = 3) -> DataLoader[Any]:
+    tokens = torch.randint(40, (batches, 24), generator=torch.Generator().manual_seed(2))
+    return DataLoader([(row, row.roll(-1)) for row in tokens], batch_size=None)
+
+
+class Tables(L.Callback):
+    """Notes the formats of the tables, and the codes of all weights."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        weights, self.device = quantized_weights_of(pl_module.net), pl_module.device
+        self.formats = [weights[f"{name}.weight"].format for name in ("embedding", "head")]
+        self.codes = [weight.codes for weight in weights.values()]
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("chunks", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("embeddings", "head", "tied"),
+    [("host", "int8", False), ("int8", "host", False), ("int8", "int8", True), ("host", "host", True)],
+)
+def test_embeddings_and_heads_in_8_bits_and_on_the_host_train_as_rounded_ones(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, embeddings: str, head: str, tied: bool, chunks: bool
+) -> None:
+    monkeypatch.setattr(quantized_file, "_ROWS", 16)  # so that a head has three parts
+    module, plain, tables = words(tied), words(tied), Tables()
+    before = copy.deepcopy(module.net)
+    for part, form in [(plain.net.embedding, embeddings), (plain.net.head, head)][tied:]:
+        part.weight.data = quantized(part.weight, form).dequantized()
+    for block in plain.net.blocks:
+        for layer in (block.up, block.down):
+            layer.weight.data = quantized(layer.weight, "int8").dequantized()
+    technique = QuantizedBase("int8", embeddings=embeddings, head=head)
+    chunked = [solo.ChunkedCrossEntropy(chunk_tokens=10)] if chunks else []
+    fits = {"max_epochs": 2, "num_sanity_val_steps": 1}
+    make_trainer(L, callbacks=[technique, *chunked, tables], **fits).fit(module, sentences(), sentences(1))
+    make_trainer(L, **fits).fit(plain, sentences(), sentences(1))
+    assert tables.formats == [embeddings, head]
+    for one, other, first in zip(trained(module), trained(plain), trained(before), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+        assert not torch.allclose(one, first, atol=1e-3)
+    assert torch.equal(module.net.embedding.weight, plain.net.embedding.weight)
+    assert torch.equal(module.net.head.weight, plain.net.head.weight)
+    assert (module.net.head.weight is module.net.embedding.weight) is tied
+    assert type(module.net.head) is nn.Linear
+    for codes in tables.codes:
+        assert codes.device == (torch.device("cpu") if codes.is_floating_point() else tables.device)
 
 
 def test_layers_after_the_last_block_are_left_out_as_heads() -> None:
@@ -251,6 +335,36 @@ def test_a_resumed_run_is_exact_and_the_checkpoint_is_a_plain_one(make_trainer: 
         fit(2, path, format="int8")
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.long
+def test_a_run_with_tables_in_8_bits_and_on_the_host_is_resumed_exactly(make_trainer: Make, tmp_path: Path) -> None:
+    def fit(epochs: int, path: str | None = None, tied: bool = False, **settings: Any) -> tuple[Any, str]:
+        module, saves = words(tied), ModelCheckpoint(tmp_path / f"{epochs}{tied}", enable_version_counter=False)
+        settings = {"embeddings": "host", "head": "int8", **settings}
+        callbacks = [QuantizedBase("int8", **settings), solo.ChunkedCrossEntropy(), saves]
+        trainer = make_trainer(L, callbacks=callbacks, max_epochs=epochs, enable_checkpointing=True)
+        if path:
+            for p in module.parameters():
+                p.data.mul_(0.5)  # all comes from the file
+        trainer.fit(module, sentences(), ckpt_path=path)
+        return module, saves.best_model_path
+
+    for tied, settings in ((False, {}), (True, {"embeddings": "int8"}), (True, {"head": "host"})):
+        (whole, _), (_, path) = fit(2, tied=tied, **settings), fit(1, tied=tied, **settings)
+        resumed, _ = fit(2, path, tied, **settings)
+        for one, other in zip(whole.state_dict().values(), resumed.state_dict().values(), strict=True):
+            assert torch.equal(one, other)
+    _, path = fit(1)
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["state_dict"].keys() == words().state_dict().keys()
+    assert set(checkpoint[RECORD]) >= {"net.head.weight"}
+    assert "net.embedding.weight" not in checkpoint[RECORD]
+    with pytest.raises(CheckpointError, match=r"head=host asks .*write callback\.quantized_base\.head=int8"):
+        fit(2, path, head="host")
+
+
 @pytest.mark.filterwarnings("ignore:activation offloading. mode=all moves")
 def test_gradients_under_checkpointing_and_offloading_are_the_same(make_trainer: Make) -> None:
     runs: list[int] = []
@@ -324,6 +438,22 @@ def test_planned_bytes_are_those_of_a_fit_and_no_gradient_or_state_is_of_frozen_
     assert plan.breakdown["weights"] < {"nf4": 0.53, "int8": 1.05}[format] * frozen + 4 * trained + 4 * 2 * 5 * 256
     assert plan.breakdown["gradients"] <= 4 * trained
     assert plan.peak_bytes < 2 * frozen  # bf16 weights alone would take as much
+
+
+@pytest.mark.long
+def test_planned_bytes_of_tables_on_the_host() -> None:
+    def plan(**settings: str) -> Any:
+        preset = {"callback": {"quantized_base": {"format": "int8", **settings}, "chunked_cross_entropy": {}}}
+        planner = Planner(words, next(iter(sentences())), {}, device("rtx-4090"), GiB)
+        return planner.plan("tried", compose({"precision": "32-true", **preset}))
+
+    resident, tables, size = plan(), plan(embeddings="host", head="int8"), 40 * WIDTH
+    assert (resident.host_bytes, tables.host_bytes) == (0, 4 * size)
+    scales = 4 * 40
+    assert resident.breakdown["weights"] - tables.breakdown["weights"] == 4 * size + 3 * size - scales
+    hosted = plan(embeddings="host", head="host")
+    assert hosted.host_bytes == 2 * 4 * size
+    assert busy(hosted.timeline, TO_DEVICE) > 0
 
 
 def test_a_module_that_is_quantized_before_stays_so(make_trainer: Make) -> None:

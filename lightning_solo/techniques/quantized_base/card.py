@@ -28,7 +28,16 @@ class Settings(TechniqueSettings):
         check=names_or(FROZEN, "patterns of names", "[mlp]"),
     )
     embeddings: str = setting(
-        "unchanged", "frozen embeddings keep their type, or are stored in 8 bits", allowed=("unchanged", "int8")
+        "unchanged",
+        "frozen embeddings stay as they are, are stored in 8 bits, or stay on the host, from where a batch's rows are"
+        " copied to the device",
+        allowed=("unchanged", "int8", "host"),
+    )
+    head: str = setting(
+        "unchanged",
+        "a frozen output head stays as it is, is stored in 8 bits, or stays on the host and is copied in parts; where"
+        " it is tied to an embedding, write both alike",
+        allowed=("unchanged", "int8", "host"),
     )
 
 
@@ -37,9 +46,11 @@ CARD = Card(
     target="lightning_solo.techniques.quantized_base.technique:QuantizedBase",
     phase=Phase.REWRITE,
     settings=Settings,
-    saves="of each frozen weight in bf16 1.48 of 2 bytes, in fp32 3.48 of 4; with int8 1 of 2, or 3 of 4",
+    saves="of each frozen weight in bf16 1.48 of 2 bytes, in fp32 3.48 of 4; with int8 1 of 2, or 3 of 4; with host"
+    " all",
     costs="time: each product first dequantizes its weight, in forward and again in backward; one dequantized weight at"
-    " a time takes memory",
+    " a time takes memory. With embeddings=host each forward waits for its tokens; with head=host each chunk of tokens"
+    " copies the head to the device, in forward and again for gradients",
     numerics="not exact: nf4 rounds weights to 16 levels in blocks of 64, a relative error of 9 %, int8 of about 0.9 %."
     " The products are those of the rounded weights, to the bit",
     conflicts="training the quantized weights themselves",

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import CheckpointError, ConflictError, listed
 from lightning_solo.nn.quantizable import OPTION, Choice, chosen_weights
-from lightning_solo.nn.quantized import QuantizedWeight, quantize, quantized, quantized_weights_of, with_plain_weights
+from lightning_solo.nn.quantized import (
+    HOST,
+    QuantizedLinear,
+    QuantizedWeight,
+    quantize,
+    quantized,
+    quantized_weights_of,
+    weights_in,
+    with_plain_weights,
+)
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Checkpoint, Technique
 from lightning_solo.techniques.quantized_base.card import CARD, FROZEN, Settings
@@ -23,6 +30,8 @@ RECORD = "quantized_base"
 class QuantizedBase(Technique, Settings):
     """Stores frozen linear weights in 4 or 8 bits during a fit, and computes with them as with the rounded weights.
 
+    Embeddings and output heads may be stored in 8 bits, or stay on the host.
+
     After the fit the layers have plain weights again, which are the rounded ones. A module whose weights are quantized
     before the fit, by ``solo.load_quantized``, keeps them so.
 
@@ -34,6 +43,7 @@ class QuantizedBase(Technique, Settings):
 
     def _init_state(self) -> None:
         self._weights: dict[str, QuantizedWeight] = {}
+        self._settings: dict[int, tuple[str, str]] = {}  # id of a weight -> the setting of its format, and its value
 
     @property
     def weights(self) -> Mapping[str, QuantizedWeight]:
@@ -56,8 +66,13 @@ class QuantizedBase(Technique, Settings):
                 " train it, which has no effect; leave it out of modules_to_save, or don't quantize this layer"
             )
         patterns = None if self.layers == FROZEN else [self.layers] if isinstance(self.layers, str) else self.layers
-        choice = chosen_weights(ctx.module, patterns, embeddings=self.embeddings == "int8", required=not before)
+        tables = {"embeddings": self.embeddings, "head": self.head}
+        choice = chosen_weights(ctx.module, patterns, **tables, required=not before)
         ctx.undo.callback(self._weights.clear)
+        ctx.undo.callback(self._settings.clear)
+        for part in ctx.module.modules():
+            if isinstance(part, QuantizedLinear) and (weight := weights_in(part)["weight"]).format == HOST:
+                weight.pin(ctx.device)
         by_tensor: dict[int, QuantizedWeight] = {}
         bytes_before = sum(p.nbytes for p in {id(p): p for p in choice.parameters().values()}.values())
         for part, parameters in choice.modules.values():
@@ -66,9 +81,10 @@ class QuantizedBase(Technique, Settings):
                 p = part._parameters[parameter_name]
                 assert p is not None
                 if id(p) not in by_tensor:  # tied weights stay tied
-                    form = "int8" if isinstance(part, nn.Embedding) else self.format
-                    made = quantized(p.detach(), form, ctx.device)
+                    setting = choice.tables.get(id(p), ("format", self.format))
+                    made = quantized(p.detach(), setting[1], ctx.device)
                     by_tensor[id(p)] = made.to(p.device)  # so that no more than one is there before the module moves
+                    self._settings[id(made)] = setting
                 weights[parameter_name] = by_tensor[id(p)]
             ctx.undo.callback(quantize(part, weights))
         already, now = {id(weight): weight for weight in before.values()}, quantized_weights_of(ctx.module)
@@ -77,6 +93,10 @@ class QuantizedBase(Technique, Settings):
 
     def _log(self, ctx: Run, choice: Choice, before: int, weights: list[QuantizedWeight], already: list[Any]) -> None:
         parts = []
+        if hosted := [weight for weight in weights if weight.format == HOST]:
+            size = format_bytes(sum(weight.nbytes for weight in hosted))
+            parts.append(f"{len(hosted)} frozen embeddings and heads stay on the host, {size}")
+            weights, before = [w for w in weights if w.format != HOST], before - sum(w.nbytes for w in hosted)
         if count := sum(weight.shape.numel() for weight in weights):
             now, forms = sum(weight.nbytes for weight in weights), " and ".join(sorted({w.format for w in weights}))
             parts.append(
@@ -95,7 +115,7 @@ class QuantizedBase(Technique, Settings):
 
     def checkpoint(self, ctx: Run) -> Checkpoint:
         """Return how quantized weights are saved and loaded."""
-        return _QuantizedCheckpoint(self._weights)
+        return _QuantizedCheckpoint(self._weights, self._settings)
 
 
 class _QuantizedCheckpoint(Checkpoint):
@@ -104,8 +124,8 @@ class _QuantizedCheckpoint(Checkpoint):
     Quantizing the rounded weights again would move their scales a little.
     """
 
-    def __init__(self, weights: Mapping[str, QuantizedWeight]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Mapping[str, QuantizedWeight], settings: Mapping[int, tuple[str, str]]) -> None:
+        self._weights, self._settings = weights, settings
 
     def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return the weights with dequantized ones instead of codes and scales."""
@@ -113,7 +133,11 @@ class _QuantizedCheckpoint(Checkpoint):
 
     def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint with the codes and scales of the weights that it holds."""
-        held = {name: dict(w.state_dict()) for name, w in self._weights.items() if name in checkpoint["state_dict"]}
+        held = {
+            name: dict(weight.state_dict())
+            for name, weight in self._weights.items()
+            if weight.rounding and name in checkpoint["state_dict"]
+        }
         return {**checkpoint, RECORD: held} if held else checkpoint
 
     def load_states(self, proceed: Any, checkpoint: Mapping[str, Any]) -> None:
@@ -121,11 +145,11 @@ class _QuantizedCheckpoint(Checkpoint):
         for name, stored in checkpoint.get(RECORD, {}).items():
             if (weight := self._weights.get(name)) is None:
                 continue
-            if weight.state_dict().keys() != stored.keys():
+            if weight.format != (form := "nf4" if "scale_codes" in stored else "int8"):
+                setting, value = self._settings[id(weight)]
                 raise CheckpointError(
-                    f"the checkpoint has {name} in another format than {weight.format}; write"
-                    f" callback.quantized_base.format={'int8' if weight.format == 'nf4' else 'nf4'}, as in the run that"
-                    " saved it"
+                    f"the checkpoint has {name} in {form}, and callback.quantized_base.{setting}={value} asks for"
+                    f" another format; write callback.quantized_base.{setting}={form}, as in the run that saved it"
                 )
             weight.load_state_dict(stored)
         proceed(checkpoint)
