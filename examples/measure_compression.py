@@ -293,6 +293,8 @@ PRUNED: dict[str, dict[str, Any]] = {
     "80 %": {"amount": 0.8},
     "80 % of all weights together": {"amount": 0.8, "scope": "global"},
     "90 %": {"amount": 0.9},
+    "half of the channels": {"amount": 0.5, "pattern": "channels"},
+    "1 of 4 heads": {"amount": 0.25, "pattern": "heads"},
 }
 
 

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from lightning_solo.export.members import load_members as load_members
     from lightning_solo.export.pretrained import export_pretrained as export_pretrained
     from lightning_solo.export.pruned import export_pruned as export_pruned
+    from lightning_solo.export.pruned_structure import load_pruned as load_pruned
     from lightning_solo.export.quantized import export_quantized as export_quantized
     from lightning_solo.export.soft_labels import write_soft_labels as write_soft_labels
     from lightning_solo.export.weights import export_weights as export_weights
@@ -68,6 +69,7 @@ _HOME = {
     "load_members": "lightning_solo.export.members",
     "export_quantized": "lightning_solo.export.quantized",
     "export_pruned": "lightning_solo.export.pruned",
+    "load_pruned": "lightning_solo.export.pruned_structure",
     "export_weights": "lightning_solo.export.weights",
     "latest_checkpoint": "lightning_solo.checkpoint.manifest",
     "load_quantized": "lightning_solo.nn.quantized_loading",

@@ -143,11 +143,13 @@ def run_of(source: Path, allow: Sequence[str], in_python: str) -> TrainedRun:
 
 
 def parts_of(run: TrainedRun) -> tuple[Any, Any]:
-    """Return a run's module with the weights that it begins with, and its data."""
+    """Return a run's module, as small as its checkpoint, with the weights that it begins with; and its data."""
     from lightning_solo.cli.train import build_parts
+    from lightning_solo.export.pruned_structure import RECORD, load_sizes, structure_of
 
     module, data = build_parts(run.checked)
     module.configure_model()
+    load_sizes(module, {RECORD: structure_of(run.checkpoint)})
     return module, data
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from lightning_solo.errors import NothingToDoError
 from lightning_solo.export import sparse_weights
 from lightning_solo.export.pretrained import new_folder, require_tensors, write_with_loader
+from lightning_solo.export.pruned_structure import structure_of
 from lightning_solo.export.weights import export_weights
 from lightning_solo.units import format_bytes
 
@@ -27,7 +29,7 @@ def export_pruned(
 
     The folder has ``model.safetensors``, ``config.json`` and ``load.py``, which needs torch and safetensors alone:
     ``load(MyModule(), "folder")`` returns the module with the same weights, bit for bit, and ``weights("folder")`` the
-    state dict.
+    state dict. Where channels or heads were removed, ``load`` makes the module as small as the trained one.
 
     Args:
         source: as in `export_weights`.
@@ -48,16 +50,24 @@ def export_pruned(
     require_tensors(folder, weights)
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(value), name) for name, value in weights.items()}
-    before = sum(weights[name].nbytes for name in first.values())
-    stored, forms = _compressed({name: weights.pop(name) for name in first.values()})
-    config = {"format": "lightning-solo pruned 1", "weights": forms, "names": names}
+    structure = structure_of(source)
+    full = {name: sizes[0] for name, sizes in (structure or {"sizes": {}})["sizes"].items()}
+    before = sum(weights[name].itemsize * math.prod(full.get(name, weights[name].shape)) for name in first.values())
+    stored, forms = _compressed({name: weights.pop(name) for name in first.values()}, required=structure is None)
+    config: dict[str, Any] = {"format": "lightning-solo pruned 1", "weights": forms, "names": names}
+    if structure is not None:
+        config["structure"] = {name: structure[name] for name in ("sizes", "numbers")}
     after = write_with_loader(folder, stored, config, sparse_weights)
     count, name = sum(form != "dense" for form, _ in forms.values()), source
     if isinstance(source, nn.Module):
         name = type(source).__name__
+    smaller = (
+        [] if not full else [f"{len(full)} tensors are smaller than before training: channels or heads were removed"]
+    )
     return [
         f"pruned: {folder}, {count} of {len(forms)} tensors of {name} in {dtype} without their zeros",
         f"bytes: {format_bytes(before)} before, {format_bytes(after)} after ({after / max(1, before):.2f} x)",
+        *smaller,
     ]
 
 
@@ -66,11 +76,13 @@ def write_pruned(source: Path, output: Path | None = None, format: str = "pruned
     return export_pruned(source, output, **options)
 
 
-def _compressed(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, tuple[str, list[int]]]]:
+def _compressed(
+    weights: dict[str, Tensor], *, required: bool
+) -> tuple[dict[str, Tensor], dict[str, tuple[str, list[int]]]]:
     """Return the tensors to store, and name -> form and shape; each weight is freed before the next.
 
     Raises:
-        NothingToDoError: none has enough zeros.
+        NothingToDoError: none has enough zeros, and some must.
     """
     stored: dict[str, Tensor] = {}
     forms: dict[str, tuple[str, list[int]]] = {}
@@ -81,7 +93,7 @@ def _compressed(weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
         form, parts = sparse_weights.compressed(weight)
         forms[name] = form, list(weight.shape)
         stored |= {f"{name}:{part}": value for part, value in parts.items()}
-    if all(form == "dense" for form, _ in forms.values()):
+    if required and all(form == "dense" for form, _ in forms.values()):
         raise NothingToDoError(
             f"--format pruned: no weight takes fewer bytes without its zeros; at most {most:.1%} of a weight are zeros;"
             " train with +callback=pruning callback.pruning.amount=0.9, or write --format weights"

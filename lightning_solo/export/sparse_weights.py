@@ -1,4 +1,4 @@
-"""Weights with many zeros in fewer bytes. This file needs torch and safetensors alone.
+"""Weights with many zeros in fewer bytes, and smaller modules. This file needs torch and safetensors alone.
 
 `lightning-solo export --format pruned` writes a copy of it beside the weights, as ``load.py``:
 
@@ -82,6 +82,34 @@ def weights(folder: str | Path) -> dict[str, Tensor]:
 
 
 def load(module: Module, folder: str | Path) -> Module:
-    """Return a module with the weights in a folder."""
+    """Return a module with the weights in a folder; where channels or heads were removed, it becomes smaller."""
+    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    shrink(module, config.get("structure") or {})
     module.load_state_dict(weights(folder))
     return module
+
+
+def shrink(module: nn.Module, structure: dict[str, Any]) -> None:
+    """Give a new module the smaller sizes of a trained one; the weights that change are not set.
+
+    Args:
+        module: made as for training.
+        structure: ``"sizes"``, name of a tensor -> its shapes before and after; and ``"numbers"``, name of an
+            attribute -> its value, such as the number of heads.
+
+    Raises:
+        ValueError: a tensor is missing, or has neither of its shapes.
+    """
+    for name, (before, after) in structure.get("sizes", {}).items():
+        part, _, own = name.rpartition(".")
+        try:
+            tensor = getattr(module.get_submodule(part), own)
+        except AttributeError:
+            raise ValueError(f"the module has no {name}; make it as for training") from None
+        if list(tensor.shape) not in (before, after):
+            raise ValueError(f"{name} has the shape {list(tensor.shape)}; expected is {before}, as before training")
+        if list(tensor.shape) != after:
+            tensor.data = tensor.data.new_empty(after)
+    for name, value in structure.get("numbers", {}).items():
+        part, _, own = name.rpartition(".")
+        setattr(module.get_submodule(part), own, value)

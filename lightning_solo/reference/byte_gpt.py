@@ -31,11 +31,11 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, sequence, width = x.shape
+        batch, sequence, _ = x.shape
         q, k, v = self.qkv(x).view(batch, sequence, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return cast(Tensor, self.out(y.transpose(1, 2).reshape(batch, sequence, width)))
+        return cast(Tensor, self.out(y.transpose(1, 2).flatten(2)))
 
 
 class MLP(nn.Module):

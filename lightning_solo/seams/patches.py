@@ -545,6 +545,32 @@ def step_result(trainer: Any, batch: Any, batch_idx: int, log: Callable[..., Non
         return type(strategy).training_step(strategy, *arguments.values())
 
 
+def training_source(trainer: Any) -> Any:
+    """Return what makes a fit's training loader: a module, a data module, or a loader itself."""
+    return trainer.fit_loop._data_source.instance
+
+
+def first_batch_step(trainer: Any, home: str) -> Callable[[], Any]:
+    """Return a function that runs the module's ``training_step`` on a training batch, before the fit has loaders.
+
+    The batch comes from an iterator of its own. The step runs where the module is, in the types of its weights.
+    """
+    module = trainer.lightning_module
+    loaders = part(home, "utilities.combined_loader").CombinedLoader(trainer.fit_loop._data_source.dataloader())
+    batch, batch_idx, _ = next(iter(loaders))
+    device = next((p.device for p in module.parameters()), module.device)
+    if any(p.is_floating_point() and p.itemsize < 4 for p in module.parameters()):
+        batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
+    plain = part(home, "plugins.precision").Precision()
+
+    def step() -> Any:
+        with replaced(trainer.strategy, "_precision_plugin", plain):
+            return step_result(trainer, batch, batch_idx)
+
+    return step
+
+
 def logged_through(trainer: Any, log: Callable[..., None]) -> Any:
     """Redirect ``self.log`` of a training batch to ``log``; yield the original.
 

@@ -15,6 +15,8 @@ from lightning_solo.errors import ConflictError, PresetError
 
 OPTION = "callback.pruning"
 FOURS = "2:4"
+STRUCTURED = ("channels", "heads")
+"""Patterns of which whole parts are removed."""
 
 
 def _wrong_share(value: float | None) -> str | None:
@@ -34,7 +36,9 @@ class Settings(TechniqueSettings):
         None, "instead of amount: weights of smaller magnitude are pruned", check=_wrong_threshold
     )
     pattern: str = setting(
-        "unstructured", "2:4 prunes two of each four inputs of a linear layer", allowed=("unstructured", FOURS)
+        "unstructured",
+        "2:4 prunes two of each four inputs of a linear layer; channels and heads are removed from the module",
+        allowed=("unstructured", FOURS, *STRUCTURED),
     )
     scope: str = setting(
         "layer", "amount is the share of each parameter, or of all weights together", allowed=("layer", "global")
@@ -69,7 +73,12 @@ class Settings(TechniqueSettings):
                 f"{self.technique}.pattern=2:4 prunes half of the weights, whatever their magnitude; drop"
                 f" {self.technique}.amount and threshold"
             )
-        if self.schedule != "once" and (self.amount is None or self.pattern == FOURS):
+        if self.structured and self.begin:
+            raise ConflictError(
+                f"{self.technique}.begin={self.begin} and pattern={self.pattern}, which are removed before a fit's"
+                f" first step; drop {self.technique}.begin, and fit(ckpt_path=...) to remove them from a trained module"
+            )
+        if self.schedule != "once" and (self.amount is None or self.pattern != "unstructured"):
             raise ConflictError(
                 f"{self.technique}.schedule={self.schedule} needs {self.technique}.amount and no other pattern; write"
                 f" {self.technique}.schedule=once, or {self.technique}.amount=0.5 alone"
@@ -84,6 +93,11 @@ class Settings(TechniqueSettings):
                 f"{self.technique}.end={self.end} with {self.technique}.schedule={self.schedule} and"
                 f" {self.technique}.begin={self.begin}: write {self.technique}.end=<a later optimizer step>"
             )
+
+    @property
+    def structured(self) -> bool:
+        """Whether whole channels or heads are removed."""
+        return self.pattern in STRUCTURED
 
     @property
     def last_step(self) -> int:
@@ -119,12 +133,17 @@ class Settings(TechniqueSettings):
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan masks from the first step on."""
+    """Plan masks from the first step on, and a module with all its channels and heads."""
+    if settings.structured:
+        assumption = f"pruning: planned with all {settings.pattern}; the run takes less"
+        return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
     return replace(tracing, attached=replace(settings, schedule="once", begin=0, end=None))
 
 
 def footprint(settings: Settings, request: Request, before: Footprint) -> Footprint:
     """Return the bytes with a bit for each trained weight."""
+    if settings.structured:
+        return before
     return replace(before, weights=before.weights + -(-sum(request.sizes.trainable) // 8))
 
 
@@ -141,6 +160,8 @@ def _others(settings: Settings, configuration: Configuration) -> str | None:
                 f"{OPTION} and {chosen.choice}: adapters freeze the weights that would be pruned; write"
                 f" {chosen.removal}, which trains them, or ~{OPTION}"
             )
+        if settings.structured:
+            continue
         for key, value in (("back_end", "own"), ("moment_bits", 8), ("state_budget", None)):
             if name == "compact_states" and (others[key] != value and others[key] != 32):
                 return (
@@ -155,10 +176,11 @@ CARD = Card(
     target="lightning_solo.techniques.pruning.technique:Pruning",
     phase=Phase.STATES,  # outside STEP: masks act after whatever steps
     settings=Settings,
-    saves="nothing in training; `lightning-solo export --format pruned` writes 90 % sparse weights in about half the"
-    " bytes or less",
-    costs="a bit per weight, and a pass over weights and moments after each step",
-    numerics="the pruned weights and their moments are exactly zero after each step; the others are trained as before",
+    saves="masks nothing in training; removed channels and heads their weights, states and time; `lightning-solo export"
+    " --format pruned` writes 90 % sparse weights in about half the bytes or less",
+    costs="masks a bit per weight, and a pass over weights and moments after each step",
+    numerics="the pruned weights and their moments are exactly zero after each step; the others are trained as before."
+    " Without channels or heads the module computes as if the next layer's inputs from them were zero",
     conflicts="adapters, whose base is frozen; strategies with an engine of their own; states of ``compact_states`` in"
     " 4 bits, on the host or of another library",
     reference="Zhu and Gupta 2017, arXiv 1710.01878 (cubic); Mocanu et al. 2018, SET, arXiv 1707.04780 (regrow);"

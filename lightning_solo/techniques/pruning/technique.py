@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError, listed
+from lightning_solo.export.pruned_structure import RECORD, load_sizes
 from lightning_solo.memory.host_slabs import is_planned
 from lightning_solo.nn.prunable import Choice, prunable_weights
 from lightning_solo.optim.memory_order import is_dense
 from lightning_solo.optim.weight_masks import WeightMasks, count_bits
+from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run, optimizer_steps
 from lightning_solo.seams.technique import Checkpoint, Technique
 from lightning_solo.techniques.pruning.card import CARD, FOURS, OPTION, Settings
+from lightning_solo.techniques.pruning.structured import Structured
 from lightning_solo.units import format_bytes
 
 STATE = {"at", "masks"}
@@ -33,8 +38,12 @@ class Pruning(Technique, Settings):
     """
 
     phase = CARD.phase
+    joins_evaluation = True  # which may load a checkpoint with fewer channels
 
     def _init_state(self) -> None:
+        if self.structured:
+            self.phase = Phase.ADAPT  # type: ignore[misc]  # before what acts on the layers
+        self._structured: Structured | None = None
         self._choice: Choice | None = None
         self._masks: WeightMasks | None = None
         self._saved: dict[str, Tensor] = {}  # masks by name, of the last fit or of a checkpoint
@@ -65,6 +74,12 @@ class Pruning(Technique, Settings):
                 f"{OPTION} prunes nothing; write {OPTION}.amount=0.5, {OPTION}.threshold=<magnitude>, or a"
                 f" {OPTION}.pattern"
             )
+        if self.structured:
+            self._structured = Structured(self, ctx)
+            ctx.undo.callback(setattr, self, "_structured", None)
+            if not is_planned():
+                self._structured.remove()
+            return
         self._choice = choice = prunable_weights(ctx.module, self.layers, self.kept, in_fours=self.pattern == FOURS)
         ctx.undo.callback(self._leave)
         if gaps := [name for name, p in choice.weights.items() if not is_dense(p)]:
@@ -81,6 +96,8 @@ class Pruning(Technique, Settings):
             CheckpointError: the checkpoint's masks are of other weights.
         """
         ctx, choice = self.ctx, self._choice
+        if self.structured:
+            return
         assert ctx is not None  # joined in setup
         assert choice is not None  # made in transform
         self._seen = step = optimizer_steps(trainer)
@@ -183,7 +200,7 @@ class Pruning(Technique, Settings):
 
     def checkpoint(self, ctx: Run) -> Checkpoint:
         """Return how the pruned weights are saved."""
-        return _Pruned(self._masks)
+        return _Pruned(self._masks, self._structured, ctx)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the masks, a bit per weight, and the step of their last change."""
@@ -223,13 +240,27 @@ class Pruning(Technique, Settings):
 
 
 class _Pruned(Checkpoint):
-    """Saves averages of weights with the same zeros as the weights."""
+    """Saves averages with the same zeros as the weights, and smaller modules with their sizes."""
 
-    def __init__(self, masks: WeightMasks | None) -> None:
+    def __init__(self, masks: WeightMasks | None, structured: Structured | None, ctx: Run) -> None:
         self._masks = masks
+        self._structured = structured
+        self._ctx = ctx
+
+    @contextmanager
+    def loading_weights(self) -> Iterator[None]:
+        load_sizes(self._ctx.module, patches.loaded_checkpoint(self._ctx.trainer))
+        yield
+
+    def load_states(self, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
+        if self._structured is None:
+            proceed(checkpoint)
+        else:
+            self._structured.load_states(proceed, checkpoint)
 
     def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         if self._masks is not None:
             weights = checkpoint.get("state_dict", {})
             self._masks.apply_to({name: value for name, value in weights.items() if isinstance(value, Tensor)})
-        return checkpoint
+        record = getattr(self._ctx.module, RECORD, None)
+        return checkpoint if record is None else {**checkpoint, RECORD: record}
