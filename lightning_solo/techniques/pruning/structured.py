@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, listed
 from lightning_solo.export.pruned_structure import RECORD
-from lightning_solo.nn.freezing import matching
+from lightning_solo.nn.named_weights import matching
 from lightning_solo.nn.rollback import Rollback, attributes_kept
 from lightning_solo.nn.structure import Removal, Structure, remove, tensor_of
 from lightning_solo.nn.structure_checks import checked
