@@ -623,6 +623,23 @@ def pruning_table(result: dict[str, Any]) -> str:
     return table(header, rows) + note(result, result["command"], explained)
 
 
+def low_rank_table(result: dict[str, Any]) -> str:
+    """Return the losses of a byte GPT with factorized or shared weights, and their bytes."""
+    rows = [["none", f"{result['parameters']:,}", str(result["base"]), str(result["control"]), "", "1.00"]]
+    for row in result["rows"]:
+        share = f"{row['bytes'] / result['bytes_fp32']:.2f}"
+        losses = [str(row["start"]), str(row["loss"]), f"{row['more than control']:+.4f}"]
+        rows.append([row["way"], f"{row['parameters']:,}", *losses, share])
+    explained = (
+        f"Validation loss in nats per byte of a byte GPT of {result['parameters']:,} parameters: trained for"
+        f" {result['base_steps']:,} steps, changed, and trained for {result['steps']} steps more, all of one seed."
+        " None is the control, of the same steps. Width 128: at rank 96 only the feed-forward layers get smaller, and"
+        " at rank 64 no square layer does. Bytes are those of the exported file, of the weights in fp32."
+    )
+    header = ["changed", "parameters", "loss at the start", "after further steps", "above none", "bytes"]
+    return table(header, rows) + note(result, result["command"], explained)
+
+
 def quantization_table(result: dict[str, Any]) -> str:
     """Return the losses of a byte GPT in few bits, the seconds of a step, and the speed of exported layers."""
     rows = [
@@ -971,6 +988,7 @@ TABLES = {
     "low_precision_cpu.json": low_precision_table,
     "padding_cpu.json": padding_table,
     "optimizers_cpu.json": optimizers_table,
+    "low_rank_cpu.json": low_rank_table,
     "pruning_cpu.json": pruning_table,
     "quantization_cpu.json": quantization_table,
     "quantized_loading_cpu.json": quantized_loading_table,

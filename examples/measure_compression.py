@@ -342,6 +342,59 @@ class StepTimes:
         return Times()
 
 
+FACTORS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{f"linear layers, rank {rank}": ("LowRank", {"rank": rank}) for rank in (96, 64, 32, 0.9)},
+    "linear layers, rank 32, from scratch": ("LowRank", {"rank": 32, "start": "random"}),
+    **{f"embedding and tied head, rank {rank}": ("FactorizedEmbedding", {"rank": rank}) for rank in (64, 32)},
+    **{
+        f"{group} blocks share, from their {start}": ("SharedBlocks", {"group": group, "start": start})
+        for group in (2, 4)
+        for start in ("mean", "first")
+    },
+}
+
+
+def low_rank() -> dict[str, Any]:
+    """Measure losses of models with fewer weights, as they start and after further steps, and their bytes."""
+    import lightning_solo as solo
+
+    control, rows = held_out(more()), []
+    for name, (word, settings) in FACTORS.items():
+        technique = getattr(solo, word)
+        first = train(base(), 1, [technique(**settings), *_without_steps()])
+        module = more([technique(**settings)])
+        with tempfile.TemporaryDirectory() as folder:
+            if word == "SharedBlocks":
+                solo.export_weights(module, output=Path(folder, "model.safetensors"))
+            else:
+                solo.export_factorized(module, Path(folder, "out"))
+            size = next(Path(folder).rglob("model.safetensors")).stat().st_size
+        count = sum(p.numel() for p in module.parameters())
+        row = {"way": name, "parameters": count, "bytes": size, "start": held_out(first), "loss": held_out(module)}
+        row["more than control"] = round(row["loss"] - control, 4)
+        rows.append(row)
+        print(row, flush=True)
+    return {
+        "base": held_out(base()),
+        "control": control,
+        "parameters": sum(p.numel() for p in base().parameters()),
+        "bytes_fp32": sum(p.nbytes for p in base().parameters()),
+        "rows": rows,
+    }
+
+
+def _without_steps() -> list[Any]:
+    """Return a callback that leaves the weights as they are."""
+    import lightning as L
+
+    class Still(L.Callback):
+        def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = group["weight_decay"] = 0.0
+
+    return [Still()]
+
+
 FEW_BITS = ((4, 32), (3, 32), (2, 32), (2, 0))
 AFTERWARDS = ((8, 0), (6, 32), (4, 32), (4, 0), (3, 32), (3, 0), (2, 32), (2, 0))
 WIDE, LAYERS, TURNS = 1024, 3, 60
@@ -487,6 +540,7 @@ MEASURED: dict[str, Callable[[], dict[str, Any]]] = {
     "control": lambda: {"base": held_out(base()), "control": held_out(more())},
     "distillation": distillation,
     "distillation_steps": distillation_steps,
+    "low_rank": low_rank,
     "pruning": pruning,
     "quantization": quantization,
     "snapshots": snapshots,

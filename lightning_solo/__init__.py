@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from lightning_solo.checkpoint.manifest import latest_checkpoint as latest_checkpoint
     from lightning_solo.export.adapter_files import load_adapters as load_adapters
     from lightning_solo.export.adapter_files import merge_adapters as merge_adapters
+    from lightning_solo.export.factorized import export_factorized as export_factorized
     from lightning_solo.export.graphs import export_graph as export_graph
     from lightning_solo.export.members import load_members as load_members
     from lightning_solo.export.pretrained import export_pretrained as export_pretrained
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from lightning_solo.lightning_cli import SoloCLI as SoloCLI
     from lightning_solo.nn.adaptation import use_adapter as use_adapter
     from lightning_solo.nn.adapter_merging import remove_adapters as remove_adapters
+    from lightning_solo.nn.factorizing import merge_factors as merge_factors
     from lightning_solo.nn.quantized_loading import load_quantized as load_quantized
     from lightning_solo.planner.plan import Plan as Plan
     from lightning_solo.planner.preset_plans import plan as plan
@@ -64,6 +66,8 @@ _HOME = {
     **dict.fromkeys(("load_adapters", "merge_adapters"), "lightning_solo.export.adapter_files"),
     "remove_adapters": "lightning_solo.nn.adapter_merging",
     "use_adapter": "lightning_solo.nn.adaptation",
+    "merge_factors": "lightning_solo.nn.factorizing",
+    "export_factorized": "lightning_solo.export.factorized",
     "export_graph": "lightning_solo.export.graphs",
     "export_pretrained": "lightning_solo.export.pretrained",
     "load_members": "lightning_solo.export.members",

@@ -18,17 +18,19 @@ class Phase(IntEnum):
     """Changes the loader or its batches."""
     ADAPT = 3
     """Adds or freezes parameters, as adapters do."""
-    REWRITE = 4
+    FACTORIZE = 4
+    """Replaces weights by fewer ones; later phases see those."""
+    REWRITE = 5
     """Replaces modules, or the precision in which weights are stored."""
-    SAVED_TENSORS = 5
+    SAVED_TENSORS = 6
     """Changes the tensors that are kept for backward."""
-    COMPILE = 6
+    COMPILE = 7
     """Compiles the result of the earlier phases."""
-    OPTIMIZER = 7
+    OPTIMIZER = 8
     """Replaces the optimizer; later phases see its replacement."""
-    STATES = 8
+    STATES = 9
     """Stores optimizer states otherwise, or moves them."""
-    STEP = 9
+    STEP = 10
     """Changes when gradients are summed, used and freed."""
-    OBSERVE = 10
+    OBSERVE = 11
     """Only observes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import pkgutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_solo.cli.options import Parser, positive
@@ -12,12 +13,12 @@ from lightning_solo.errors import PresetError, nearest
 from lightning_solo.export.formats import BASES, DTYPES, FORMATS
 
 TAKES = (
-    "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf|pruned|quantized|onnx|torch_export]"
-    " [--output PATH] [--force]; of the first five [--dtype fp32|bf16|fp16] [--live]; of hf, adapter and"
+    "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf|pruned|quantized|factorized|onnx|"
+    "torch_export] [--output PATH] [--force]; of the first five [--dtype fp32|bf16|fp16] [--live]; of hf, adapter and"
     " gguf [--base-folder FOLDER] [--tokenizer FOLDER]; of hf and gguf [--base dequantized|original]; of hf"
     " [--shard-size 5GB] [--bits 4|8]; of gguf [--llama-cpp FOLDER] [--quantize q4_k_m]; of quantized [--bits 4]"
-    " [--group-size 32] [--activations int8] [--layers PATTERN,...]; of onnx and torch_export [--batch 1:1024]"
-    " [--length 1:512]; of these three [--allow PREFIX]"
+    " [--group-size 32] [--activations int8] [--layers PATTERN,...]; of factorized [--rank 64] [--layers PATTERN,...];"
+    " of onnx and torch_export [--batch 1:1024] [--length 1:512]; of these four [--allow PREFIX]"
 )
 _CHOICES = {"format": tuple(FORMATS), "dtype": DTYPES, "base": BASES}
 
@@ -59,6 +60,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     others.add_argument("--bits", metavar="N", help="of a weight: 4 or 8 of hf; 2 to 8 of quantized")
     others.add_argument("--group-size", metavar="N", help="weights that share a scale; 0: a row; by default 32")
     others.add_argument("--activations", metavar="int8", help="inputs of layers are rounded too")
+    others.add_argument(
+        "--rank", metavar="N", help="of a run without factors: a whole number, or a share of the energy"
+    )
     others.add_argument("--layers", metavar="PATTERN,...", help="names of layers; by default all but output heads")
     others.add_argument("--allow", metavar="PREFIX,...", help="code to trust")
     others.add_argument(
@@ -74,6 +78,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name in ("bits", "group_size"):
         if (value := getattr(options, name)) is not None:
             setattr(options, name, 0 if value == "0" else positive(f"--{name.replace('_', '-')}", value, 32))
+    if (rank := getattr(options, "rank", None)) is not None:
+        options.rank = _rank(rank)
     for name in ("layers", "allow"):
         if (value := getattr(options, name)) is not None:
             setattr(options, name, value.split(","))
@@ -86,3 +92,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             f" {' and '.join(takers)}"
         )
     return argparse.Namespace(**written)
+
+
+def _rank(text: str) -> int | float:
+    """Return a rank, or a share of the energy."""
+    with suppress(ValueError):
+        value = int(text) if text.isdigit() else float(text)
+        if (isinstance(value, int) and value >= 1) or 0 < value < 1:
+            return value
+    raise PresetError(f"--rank {text}: write a whole number of at least 1, or a share above 0 and below 1")

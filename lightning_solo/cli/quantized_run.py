@@ -82,14 +82,14 @@ def write_quantized(
         raise type(error)(re.sub(r"\b(bits|group_size|activations|layers)=", _option, str(error))) from error
     aware = bool(record) and all(options[name] == value for name, value in record.items())
     lines.append("the run was trained with these rounded weights" if aware else "quantization after training")
-    return [*lines, *_compared(module, load(parts_of(run)[0], output), data)]
+    return [*lines, *compared(module, load(parts_of(run)[0], output), data)]
 
 
 def _option(match: re.Match[str]) -> str:
     return f"--{match[1].replace('_', '-')} "
 
 
-def _compared(before: Any, after: Any, data: Any) -> list[str]:
+def compared(before: Any, after: Any, data: Any) -> list[str]:
     """Return lines with loss and seconds of both modules on this CPU."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 

@@ -28,6 +28,7 @@ FORMATS = {
     "quantized": Format(
         "lightning_solo.cli.quantized_run:write_quantized", ("bits", "group_size", "activations", "layers", "allow")
     ),
+    "factorized": Format("lightning_solo.cli.factorized_run:write_factorized", ("rank", "layers", "live", "allow")),
     "onnx": Format(_GRAPH, ("batch", "length", "allow")),
     "torch_export": Format(_GRAPH, ("batch", "length", "allow")),
 }

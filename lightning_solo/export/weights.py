@@ -16,6 +16,8 @@ from lightning_solo.export.engine_folder import engine_weights
 from lightning_solo.export.formats import DTYPES
 from lightning_solo.export.sources import checkpoint_of, engine_folder, new_file, read, refuse_existing
 from lightning_solo.machine import is_installed
+from lightning_solo.nn.factorizing import RECORD as FACTORS
+from lightning_solo.nn.factorizing import factorized, record_of, with_products
 from lightning_solo.nn.quantized import quantized_weights_of, with_plain_weights
 from lightning_solo.optim.averages import AVERAGE, averaged_weights
 from lightning_solo.optim.checkpoint_masters import RECORD, bits_of, masters_of, place, with_masters
@@ -38,6 +40,7 @@ class Source:
         masters: name -> function that returns the fp32 master weight, where the weight itself has fewer bits.
         trained: name -> bits of each trained parameter; None where they are unknown.
         averaged: number of weights that are averages.
+        factors: the record of factorized layers; empty where there is none.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Source:
     masters: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
     trained: Mapping[str, int] | None = None
     averaged: int = 0
+    factors: Mapping[str, Any] = field(default_factory=dict)
 
 
 def export_weights(
@@ -59,7 +63,8 @@ def export_weights(
 
     Weights that ``compact`` splits are joined with their corrections, and those of ``zero_offload`` are its fp32 master
     weights. Weights in 4 or 8 bits are dequantized. Where a checkpoint has an average of the weights, or a module has
-    it in their place, the average is returned. Tied weights stay tied. Integers and float64 are copied as they are.
+    it in their place, the average is returned. Factorized layers get their products as weights. Tied weights stay tied.
+    Integers and float64 are copied as they are.
 
     Args:
         source: a LightningModule during or after its fit, any other module, the path of a checkpoint, a folder that
@@ -117,13 +122,43 @@ def write_weights(
 # --- sources ---
 
 
-def source_of(source: nn.Module | str | Path, *, live: bool = False) -> Source:
+def source_of(source: nn.Module | str | Path, *, live: bool = False, factors: bool = False) -> Source:
     """Return the weights of a module, with the master weights of its optimizers, or of a checkpoint.
 
-    An average takes the place of the weights, unless they are asked for by ``live``.
+    An average takes the place of the weights, unless they are asked for by ``live``; and products that of factors,
+    unless these are asked for.
     """
     found, average = _of_module(source) if isinstance(source, nn.Module) else _of_file(Path(source))
-    return found if live else _with_average(found, average)
+    found = found if live else _with_average(found, average)
+    return found if factors or not found.factors else _with_products(found)
+
+
+def _with_products(source: Source) -> Source:
+    """Return a source with the weights that its factorized layers have in place of factors."""
+    layers, trained = source.factors["layers"], None if source.trained is None else dict(source.trained)
+    makes = {place(source.weights[name]): make for name, make in source.masters.items() if name in source.weights}
+    masters: dict[str, Any] = dict(source.masters)
+
+    def product(name: str) -> Tensor:
+        parts = {f"{name}.{number}.weight": source.weights[f"{name}.{number}.weight"] for number in (0, 1)}
+        wide = {part: makes.get(place(value), value.float)() for part, value in parts.items()}
+        made: Tensor = with_products(wide, {"layers": {name: layers[name]}, "tied": {}})[f"{name}.weight"]
+        return made
+
+    for name in layers:
+        parts = [f"{name}.{number}.weight" for number in (0, 1)]
+        for part in parts:
+            masters.pop(part, None)
+        if any(place(source.weights[part]) in makes for part in parts):
+            masters[f"{name}.weight"] = partial(product, name)
+        if trained is not None and (bits := [trained.pop(part) for part in parts if part in trained]):
+            trained[f"{name}.weight"] = min(bits)
+        for entries in (masters, trained or {}):
+            if (bias := f"{name}.1.bias") in entries:
+                entries[f"{name}.bias"] = entries.pop(bias)
+    return replace(
+        source, weights=with_products(source.weights, source.factors), masters=masters, trained=trained, factors={}
+    )
 
 
 def _with_average(source: Source, average: Mapping[str, Tensor]) -> Source:
@@ -159,9 +194,10 @@ def _of_module(module: nn.Module) -> tuple[Source, dict[str, Tensor]]:
         strategy = trainer.strategy if trainer.lightning_module is module else None
     except (AttributeError, RuntimeError):  # no LightningModule, or none that a Trainer has
         strategy = None
+    factors = record_of(layers) if (layers := factorized(module)) else {}
     if strategy is None:
         weights = with_plain_weights(module.state_dict(), quantized_weights_of(module))
-        return Source(type(module).__name__, weights), {}
+        return Source(type(module).__name__, weights, factors=factors), {}
     weights = strategy.lightning_module_state_dict()  # under zero_offload the master weights
     quantized = quantized_weights_of(module)
     if not weights.keys() <= {*module.state_dict(), *quantized}:  # of adapters, which have been merged since
@@ -178,7 +214,8 @@ def _of_module(module: nn.Module) -> tuple[Source, dict[str, Tensor]]:
     for callback in trainer.callbacks:
         average |= getattr(callback, AVERAGE, {})
     put = {name: average[name] for name, p in module.named_parameters() if name in average and _is(p, average[name])}
-    return Source(type(module).__name__, weights, masters_of(module, optimizers), trained or None), put
+    masters = masters_of(module, optimizers)
+    return Source(type(module).__name__, weights, masters, trained or None, factors=factors), put
 
 
 def _is(p: Tensor, average: Tensor) -> bool:
@@ -194,12 +231,12 @@ def _of_file(path: Path) -> tuple[Source, Mapping[str, Tensor]]:
     weights = checkpoint.get("state_dict", checkpoint)
     if not any(isinstance(value, Tensor) for value in weights.values()):
         raise CheckpointError(f"{path} has no weights; there are {', '.join(map(str, checkpoint)) or 'no entries'}")
-    average = averaged_weights(checkpoint)
+    average, factors = averaged_weights(checkpoint), checkpoint.get(FACTORS, {})
     if RECORD not in checkpoint:
         states = [state for each in checkpoint.get("optimizer_states", ()) for state in each.get("state", {}).values()]
         if any("correction" in state for state in states):
             raise CheckpointError(unnamed(path))
-        return Source(str(path), weights), average
+        return Source(str(path), weights, factors=factors), average
     masters, trained = {}, {}
     optimizers = checkpoint.get("optimizer_states", [{"state": {}} for _ in checkpoint[RECORD]])
     for parameters, saved in zip(checkpoint[RECORD], optimizers, strict=True):
@@ -212,7 +249,7 @@ def _of_file(path: Path) -> tuple[Source, Mapping[str, Tensor]]:
                 trained[name] = 16 if narrow else parameter["bits"]
             if correction is not None:
                 masters[name] = partial(joined, weights[name], correction)
-    return Source(str(path), weights, masters, trained or None), average
+    return Source(str(path), weights, masters, trained or None, factors=factors), average
 
 
 def unnamed(path: Path) -> str:

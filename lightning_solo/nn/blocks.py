@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_solo.errors import NothingToDoError, nearest
 from lightning_solo.nn.adapted import plain, plain_modules
+from lightning_solo.nn.factorized_layers import Factorized, LinearFactors
 from lightning_solo.nn.quantized import QuantizedWeight, weights_in
 
 Build = frozenset[tuple[str, int]]  # a module's structure: (name, dimensions) of each parameter
@@ -110,10 +111,13 @@ def _is_feed_forward(module: nn.Module) -> bool:
     if not _is_callable(module):
         return False
     linear: list[tuple[int, int]] = []
+    factors = {part for each in module.modules() if isinstance(each, LinearFactors) for part in each.children()}
     for _, part in plain_modules(module):
+        if part in factors:
+            continue
         weights = _own_weights(part)
-        if any(len(weight.shape) > 1 for weight in weights.values()):
-            if isinstance(part, nn.Linear):
+        if isinstance(part, LinearFactors) or any(len(weight.shape) > 1 for weight in weights.values()):
+            if isinstance(part, nn.Linear | LinearFactors):
                 linear.append((part.in_features, part.out_features))
             elif type(part).__name__.endswith("Conv1D") and set(weights) <= {
                 "weight",
@@ -187,8 +191,11 @@ def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def _is_composite(module: nn.Module) -> bool:
     """Return whether a module's children have parameters, or it has two or more itself, one of them a matrix.
 
-    False for a childless layer of ``torch.nn`` (linear, convolution, LSTM) and for a normalisation written by hand.
+    False for a childless layer of ``torch.nn`` (linear, convolution, LSTM), for the two layers in place of a factorized
+    one, and for a normalisation written by hand.
     """
+    if isinstance(module, Factorized):
+        return False
     if module._modules and any(_own_weights(part) for child in module.children() for part in child.modules()):
         return True
     if any(cls.__module__.startswith("torch.nn.") for cls in type(module).__mro__ if cls is not nn.Module):

@@ -27,6 +27,7 @@ from lightning_solo.nn.cross_entropy import (
     linear_cross_entropy,
     product_dtype,
 )
+from lightning_solo.nn.factorized_layers import Factorized
 from lightning_solo.nn.forwards import record_of, replace_forward
 from lightning_solo.nn.quantized import QuantizedLinear, QuantizedWeight, product, weights_in
 
@@ -76,6 +77,8 @@ def output_heads(module: nn.Module, head: str = AUTO) -> dict[str, nn.Linear]:
             " callback.chunked_cross_entropy.head=<name of the linear layer that computes the logits>; the largest"
             f" linear layers are: {listing or 'none'}"
         )
+    # a factorized head computes the logits by its last layer
+    chosen = [part[-1] if isinstance(part, Factorized) else part for part in chosen]
     for part in chosen:
         if not _is_linear(part):
             raise ConflictError(

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed
 from lightning_solo.nn.adapted import plain, plain_modules
+from lightning_solo.nn.factorizing import factorized
 from lightning_solo.nn.forwards import record_of, replace_forward
 from lightning_solo.nn.named_weights import kept_parameters, selected, weights_of
 from lightning_solo.nn.packed_weights import dequantized, rounded_activations
@@ -225,6 +226,11 @@ def _refuse_changed(module: nn.Module, at: str, otherwise: str) -> None:
     if already := quantized_weights_of(module):
         raise ConflictError(
             f"{at}layers: {listed(list(already))} have 4 or 8 bits already; load plain weights{otherwise}"
+        )
+    if factors := list(factorized(module)):
+        raise ConflictError(
+            f"{at}layers: {listed(factors)} are factorized, and merging them would change the rounded weights; call"
+            f" solo.merge_factors(module) before{otherwise}"
         )
     if adapted := [name for name, part in module.named_modules() if plain(part) is not part]:
         raise ConflictError(

@@ -17,6 +17,7 @@ from typing import Any
 from weakref import proxy
 
 from torch import nn
+from torch.random import fork_rng
 
 from lightning_solo.attributes import replaced
 from lightning_solo.seams.homes import part
@@ -147,6 +148,23 @@ def loaded_checkpoint(trainer: Any) -> Mapping[str, Any]:
     """Return the checkpoint that a Trainer is loading."""
     checkpoint: Mapping[str, Any] = trainer._checkpoint_connector._loaded_checkpoint
     return checkpoint
+
+
+def validation_metrics(trainer: Any, batches: int) -> dict[str, float]:
+    """Return what validation of the first batches logs, as Lightning's sanity check runs it; empty without validation.
+
+    Nothing of it reaches loggers and callbacks of the fit, and random numbers are as before.
+    """
+    loop, metrics = trainer.fit_loop.epoch_loop.val_loop, dict[str, float]()
+    stock = loop.run
+
+    def run() -> None:
+        stock()
+        metrics.update({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    with replaced(loop, "run", run), replaced(trainer, "num_sanity_val_steps", batches), fork_rng():
+        trainer._run_sanity_check()
+    return metrics
 
 
 def without_distributed_sampler(trainer: Any) -> Any:

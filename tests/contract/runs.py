@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import lightning_solo as solo
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.catalogue import built_in_cards
-from tests.modules import OF_DOCUMENTS, Classifier, Documents, classification, documents, loader
+from tests.modules import CLASSES, OF_DOCUMENTS, Classifier, Documents, classification, documents, loader
 
 WIDTH = 64  # linear layers of 64 x 256: moments in 8 bits start at 4,096 elements
 BATCHES = 6
@@ -38,14 +38,15 @@ def fields(*cards: Card, precision: str = PRECISION) -> dict[str, Any]:
 
 
 class Attending(Classifier):
-    """A classifier with attention between the parts of a row, and an activation before its head."""
+    """A classifier with an embedding, attention between the parts of a row, and an activation before its head."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.activation = torch.nn.LeakyReLU()
+        self.sizes = torch.nn.Embedding(CLASSES, arguments["width"])
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks(x)
+        x = self.blocks(x + self.sizes(x[:, 0].abs().mul(4).long().clamp(max=CLASSES - 1)))
         parts = x.view(len(x), 1, 8, -1)
         return self.head(self.activation(x + scaled_dot_product_attention(parts, parts, parts).view(x.shape)))
 

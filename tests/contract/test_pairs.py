@@ -44,6 +44,14 @@ WITHOUT_REFERENCE = (
     {"zero_offload", "adapters"},
     {"accumulation_schedule", "pruning"},  # of fewer steps, which change far less than pruning
     {"layer_freezing", "pruning"},  # what stays frozen isn't pruned
+    {"shared_blocks", "curriculum"},  # what blocks of their own give changes more than steps
+    {"shared_blocks", "factorized_embedding"},
+    {"shared_blocks", "low_rank"},
+    {"shared_blocks", "pruning"},
+    {"shared_blocks", "accumulation_schedule"},
+    {"factorized_embedding", "low_rank"},  # of ranks that change more than steps
+    {"low_rank", "pruning"},  # of other weights
+    {"low_rank", "accumulation_schedule"},  # of fewer steps, which change less than a lower rank
 )
 CARDS = sorted(built_in_cards().values(), key=lambda card: (card.phase, card.name))
 PAIRS = list(combinations(CARDS, 2))

@@ -38,14 +38,15 @@ class Settings(TechniqueSettings):
     start_step: int = setting(0, "optimizer steps before weights are rounded", at_least=0)
 
 
-def _adapters(settings: Settings, configuration: Configuration) -> str | None:
-    if not configuration.has("adapters"):
-        return None
-    return (
-        "callback.quantization and callback.adapters: merging adapters would change the rounded weights; write"
-        " ~callback.adapters, or ~callback.quantization, and quantize after training: lightning-solo export --format"
-        " quantized"
-    )
+def _others(settings: Settings, configuration: Configuration) -> str | None:
+    for chosen in configuration.techniques:
+        if chosen.card.name in ("adapters", "low_rank", "factorized_embedding"):
+            return (
+                f"callback.quantization and {chosen.choice}: merging what it adds would change the rounded weights;"
+                f" write {chosen.removal}, or ~callback.quantization, and quantize after training: lightning-solo"
+                " export --format quantized"
+            )
+    return None
 
 
 CARD = Card(
@@ -57,10 +58,10 @@ CARD = Card(
     " nothing",
     costs="rounding of each weight in each forward, and one more copy of it, which autograd keeps until backward",
     numerics="not exact: forward computes with weights of 2 to 8 bits, and the rounding's gradient is taken as 1",
-    conflicts="adapters, weights in 4 or 8 bits, and another form of the layers' products",
+    conflicts="adapters, factorized layers, weights in 4 or 8 bits, and another form of the layers' products",
     reference="Jacob et al. 2018, https://arxiv.org/abs/1712.05877; Bengio et al. 2013, straight-through estimator,"
     " https://arxiv.org/abs/1308.3432",
     owns=frozenset({"products"}),
-    rules=(_adapters,),
+    rules=(_others,),
     caveat=lambda settings: "it trains for a model in few bits",
 )

@@ -1,0 +1,1 @@
+"""Factorized embedding: a table of narrow rows, and a linear layer to the model's width."""

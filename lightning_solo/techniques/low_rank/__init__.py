@@ -1,0 +1,1 @@
+"""Low rank: linear layers become two smaller ones, and are trained as such."""

@@ -1,0 +1,1 @@
+"""Shared blocks: groups of equal blocks use one block's weights."""
