@@ -69,7 +69,16 @@ class LinearFactors(Factorized):
         super().__init__(
             skip(nn.Linear, inputs, rank, bias=False, **where), skip(nn.Linear, rank, outputs, bias=bias, **where)
         )
-        self.in_features, self.out_features = inputs, outputs
+
+    @property
+    def in_features(self) -> int:
+        """Inputs."""
+        return self.factors()[1].shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Outputs."""
+        return self.factors()[0].shape[0]
 
     def options(self) -> dict[str, Any]:
         sizes = {"inputs": self.in_features, "outputs": self.out_features, "rank": self.rank}

@@ -280,7 +280,9 @@ def _unfit(p: nn.Parameter, name: str, part: nn.Module, inside: set[int]) -> str
         return "without a shape before its first batch"
     if id(part) in inside:
         return "inside an adapter"
-    if reason := unsuitable(part, name.rpartition(".")[2], p, embeddings=False):
+    if isinstance(part, nn.Embedding):
+        return "an embedding"
+    if reason := unsuitable(part, name.rpartition(".")[2], p):
         return reason
     return f"of {type(part).__name__}, with {p.ndim} dimensions" if p.ndim > 2 else None
 

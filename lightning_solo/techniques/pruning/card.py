@@ -160,6 +160,12 @@ def _others(settings: Settings, configuration: Configuration) -> str | None:
                 f"{OPTION} and {chosen.choice}: adapters freeze the weights that would be pruned; write"
                 f" {chosen.removal}, which trains them, or ~{OPTION}"
             )
+        if settings.structured and name in ("low_rank", "factorized_embedding", "shared_blocks"):
+            return (
+                f"{OPTION}.pattern={settings.pattern} and {chosen.choice}: both make layers smaller, and a resumed run"
+                f" couldn't tell their sizes apart; write ~{OPTION} in this run and {chosen.removal} in a second fit of"
+                " the module, or the other way round"
+            )
         if settings.structured:
             continue
         for key, value in (("back_end", "own"), ("moment_bits", 8), ("state_budget", None)):
