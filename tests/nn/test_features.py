@@ -80,6 +80,7 @@ def features_by_hand(model: Any, batch: Tensor, block: int) -> Tensor:
 # --- acted, parity ---
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("width", [16, 24])
 def test_loss_and_projection_are_those_of_a_loop_by_hand(make_trainer: Make, width: int) -> None:
     module, teacher, watch = student(), student(width, seed=2, depth=3), Watch()
@@ -260,6 +261,7 @@ def test_adapters_learn_from_features(make_trainer: Make) -> None:
 # --- checkpoints ---
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("accumulate", [1, long(2)])
 def test_resumed_run_has_the_projection_to_the_bit_and_the_file_s_states_are_without(
     make_trainer: Make, tmp_path: Path, accumulate: int
@@ -290,6 +292,7 @@ def test_resumed_run_has_the_projection_to_the_bit_and_the_file_s_states_are_wit
     assert equal(projections.state_dict(), others.state_dict())
 
 
+@pytest.mark.any_device
 def test_no_trace_is_left_and_a_run_without_features_resumes(make_trainer: Make, tmp_path: Path) -> None:
     module, teacher = student(), student(24, seed=2)
     trainer = make_trainer(L, callbacks=[Distillation.from_module(teacher, features=MIDDLE)])
