@@ -14,6 +14,7 @@ A weight is an integer times the scale of its row, or of its group in the row. T
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ WIDTHS = (4, 2, 1)
 def pack(levels: Tensor, bits: int) -> Tensor:
     """Return integers, int8 (rows, width), packed as uint8 (bytes,); those of 8 bits are returned as they are."""
     if bits == 8:
-        return levels
+        return levels.contiguous()
     flat = levels.flatten()
     left, parts = ((flat + 3) // 2 if bits == 2 else flat + 2 ** (bits - 1)).to(torch.uint8), []
     for width in WIDTHS:
@@ -87,7 +88,12 @@ class _Packed(nn.Module):
         self.register_buffer("scales", torch.zeros(rows, width // (group_size or width), dtype=torch.int16))
         self.register_buffer("like", torch.empty(0), persistent=False)  # conversions of the module change its type
 
+    @property
     def weight(self) -> Tensor:
+        """The dequantized weight in the module's type, for modules that read it themselves."""
+        return self.in_fp32().to(self.like.dtype)
+
+    def in_fp32(self) -> Tensor:
         """Return the dequantized weight, in fp32."""
         return dequantized(unpack(self.codes, self.bits, self.shape), self.scales.view(torch.bfloat16))
 
@@ -117,10 +123,13 @@ class PackedLinear(_Packed):
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.activations != "int8":
-            return F.linear(x, self.weight().to(x.dtype), bias)
+            return F.linear(x, self.in_fp32().to(x.dtype), bias)
         numbers, scale = rounded_activations(x)
+        if torch.is_grad_enabled() and x.requires_grad:  # straight through, as in training
+            x = x + ((numbers * scale).to(x.dtype) - x).detach()
+            return F.linear(x, self.in_fp32().to(x.dtype), bias)
         if self.scales.shape[1] > 1 or x.device.type != "cpu" or not _multiplies_integers():
-            return F.linear((numbers * scale).to(x.dtype), self.weight().to(x.dtype), bias)
+            return F.linear((numbers * scale).to(x.dtype), self.in_fp32().to(x.dtype), bias)
         levels = unpack(self.codes, self.bits, self.shape)
         sums = torch._int_mm(numbers.view(-1, x.shape[-1]).to(torch.int8), levels.t())
         scales = self.scales[:, 0].view(torch.bfloat16).float()
@@ -136,7 +145,7 @@ class PackedEmbedding(_Packed):
         if self.bits == 8:
             rows = dequantized(self.codes[indices], self.scales[indices].view(torch.bfloat16))
         else:
-            rows = self.weight()[indices]
+            rows = self.in_fp32()[indices]
         return rows.to(self.like.dtype)
 
 
@@ -149,6 +158,23 @@ def _multiplies_integers() -> bool:
         ones = torch.ones(64, 64, dtype=torch.int8)
         _exact.append(bool((torch._int_mm(ones * 127, ones * -128) == -64 * 127 * 128).all()))
     return _exact[0]
+
+
+def kernels_past(module: nn.Module, layers: Collection[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+    """Return part, attribute and value that switch off the kernels of torch's encoders which pass layers by.
+
+    In evaluation such a kernel reads the weights of the layers and calls none of them.
+    """
+    found: list[tuple[nn.Module, str, Any]] = []
+    for part in module.modules():
+        inner = part.layers if isinstance(part, nn.TransformerEncoder) else [part]
+        passed = [each for each in inner if isinstance(each, nn.TransformerEncoderLayer)]
+        if changed := [child for each in passed for child in each.children() if child in layers]:
+            if part in passed:
+                found.append((part, "activation_relu_or_gelu", 0))  # as for others, which have no such kernel
+            elif any(getattr(child, "activations", "int8") == "int8" for child in changed):
+                found.append((part, "use_nested_tensor", False))  # rounding tokens takes plain tensors
+    return found
 
 
 def load(module: Module, folder: str | Path) -> Module:
@@ -177,4 +203,6 @@ def load(module: Module, folder: str | Path) -> Module:
         setattr(module.get_submodule(parent), own, made[name])
     weights.update({name: weights[first] for name, first in config["tied"].items()})
     module.load_state_dict(weights)
+    for part, key, value in kernels_past(module, [*made.values()]):
+        setattr(part, key, value)
     return module.eval()

@@ -235,6 +235,27 @@ def test_a_copy_of_each_weight_is_kept_for_backward() -> None:
 # --- trace ---
 
 
+def test_validation_of_torchs_encoder_computes_with_rounded_weights(make_trainer: Make) -> None:
+    losses: list[Tensor] = []
+
+    class Rows(nn.TransformerEncoderLayer):
+        def forward(self, src: Tensor, *_: Any, **__: Any) -> Tensor:
+            return super().forward(src[:, None])[:, 0, :1]
+
+    class Losses(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+            losses.append(outputs["loss"].detach())
+
+    torch.manual_seed(0)
+    module, batches = regression(L, Rows(WIDTH, 2, WIDTH, 0.0, batch_first=True), lr=0.0), loader(1, width=WIDTH)
+    trainer = make_trainer(L, callbacks=[Quantization(2, 0), Losses()], max_steps=1)
+    trainer.fit(module, batches, batches)
+    assert torch.allclose(trainer.callback_metrics["validation/loss"], losses[0])
+    trainer.validate(module, batches, verbose=False)
+    assert not torch.allclose(trainer.callback_metrics["validation/loss"], losses[0], rtol=1e-3)
+    assert module.net.activation_relu_or_gelu == 1  # torch's kernel is back
+
+
 def test_a_resumed_run_rounds_from_the_same_step_on(make_trainer: Make, tmp_path: Path) -> None:
     def technique() -> Quantization:
         return Quantization(2, 8, start_step=3)

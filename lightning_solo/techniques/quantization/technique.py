@@ -6,10 +6,12 @@ from typing import Any
 
 from torch import nn
 
+from lightning_solo.attributes import replaced
 from lightning_solo.errors import PresetError, listed
 from lightning_solo.nn.blocks import counted
 from lightning_solo.nn.fake_quantization import RECORD, Rounding, chosen_layers, round_weights
 from lightning_solo.nn.forwards import restore_forwards
+from lightning_solo.nn.packed_weights import kernels_past
 from lightning_solo.seams.run import Run, optimizer_steps
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.quantization.card import CARD, Settings
@@ -58,6 +60,8 @@ class Quantization(Technique, Settings):
         ctx.undo.callback(self._layers.clear)
         ctx.undo.callback(restore_forwards, choice.layers.values(), Rounding)
         round_weights(choice.layers.values(), self._rounding)
+        for part, name, value in kernels_past(ctx.module, [*choice.layers.values()]):
+            ctx.undo.enter_context(replaced(part, name, value))
         scale = f"groups of {self.group_size}" if self.group_size else "rows"
         left = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
         ctx.info(
