@@ -352,7 +352,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "planner/preset_plans.py": 3,
         "planner/traces.py": 4,
         "prediction/files.py": 2,
-        "prediction/streaming.py": 6,
+        "prediction/streaming.py": 7,
         "presets/old_spellings.py": 2,
         "seams/run.py": 2,
         "techniques/accumulation_schedule/technique.py": 3,

@@ -6,7 +6,8 @@ import re
 import textwrap
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def write_quantized(
     from lightning_solo.export.sources import read
     from lightning_solo.export.weights import source_of, widest_weights
     from lightning_solo.nn.adapter_weights import RECORD as ADAPTER
-    from lightning_solo.nn.fake_quantization import RECORD
+    from lightning_solo.nn.fake_quantization import RECORD, Rounding
     from lightning_solo.nn.packed_weights import load
 
     output = output or run.checkpoint.with_name(f"{run.checkpoint.stem}-{format}")
@@ -81,26 +82,55 @@ def write_quantized(
     except SoloError as error:
         raise type(error)(re.sub(r"\b(bits|group_size|activations|layers)=", _option, str(error))) from error
     aware = bool(record) and all(options[name] == value for name, value in record.items())
+    if weights.averaged:
+        lines.append(f"{weights.averaged} of its weights are averages")
     lines.append("the run was trained with these rounded weights" if aware else "quantization after training")
-    return [*lines, *compared(module, load(parts_of(run)[0], output), data)]
+    rounding = Rounding(*(options[name] for name in ("bits", "group_size", "activations"))) if aware else None
+    as_trained = partial(_round, module, rounding, options["layers"]) if rounding else None
+    return [*lines, *compared(module, load(parts_of(run)[0], output), data, as_trained)]
+
+
+def _round(module: Any, rounding: Any, patterns: Any) -> None:
+    """Let a module compute with rounded weights, as in training."""
+    from lightning_solo.nn.fake_quantization import chosen_layers, round_weights
+    from lightning_solo.nn.packed_weights import kernels_past
+
+    layers = chosen_layers(module, rounding, patterns).layers.values()
+    round_weights(layers, rounding)
+    for part, name, value in kernels_past(module, [*layers]):
+        setattr(part, name, value)
 
 
 def _option(match: re.Match[str]) -> str:
     return f"--{match[1].replace('_', '-')} "
 
 
-def compared(before: Any, after: Any, data: Any) -> list[str]:
-    """Return lines with loss and seconds of both modules on this CPU."""
+def compared(before: Any, after: Any, data: Any, as_trained: Callable[[], object] | None = None) -> list[str]:
+    """Return lines with losses and seconds of both modules on this CPU.
+
+    Args:
+        before: the module with full weights.
+        after: the exported one.
+        data: its data.
+        as_trained: makes ``before`` compute as it did in training, if that is something else; a loss for that, too.
+    """
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     try:
-        readings = [_validated(module, data) for module in (before, after)]
+        readings = {"before" if as_trained is None else "with full weights": _validated(before, data)}
+        if as_trained is not None:
+            as_trained()
+            readings["rounded as in training"] = _validated(before, data)
+        readings["after"] = _validated(after, data)
     except MisconfigurationException:
         return ["loss and seconds: not measured, since the run has no validation"]
-    (metrics, seconds), (metrics_after, seconds_after) = readings
+    (metrics, seconds), *_, (_, seconds_after) = readings.values()
     slower = "; it is slower here" if seconds_after > seconds else ""
     return [
-        *(f"{name}: {value:.4f} before, {metrics_after[name]:.4f} after" for name, value in metrics.items()),
+        *(
+            f"{name}: {', '.join(f'{values[name]:.4f} {word}' for word, (values, _) in readings.items())}"
+            for name in metrics
+        ),
         f"seconds of a validation batch on this CPU: {seconds:.4f} before, {seconds_after:.4f} after{slower}"
         f" (best of at most {BATCHES} batches)",
     ]

@@ -89,7 +89,7 @@ def write_predictions(
     refuse_others(folder, overwrite=overwrite)
     has_loaders = data is None or hasattr(data, "prepare_data")
     owner = data if data is not None and has_loaders else module
-    split = (split or _first_split(owner)) if has_loaders else None
+    split = _chosen_split(owner, split) if has_loaders else None
     with ExitStack() as stack:
         with writing(folder):
             new = stack.enter_context(whole_folder(folder, hashes=False))
@@ -286,15 +286,20 @@ def _sized(loader: Any, size: int) -> Any:
     return changed
 
 
-def _first_split(owner: Any) -> str:
-    """Return the first split whose loader a data module or module has.
+def _chosen_split(owner: Any, split: str | None) -> str:
+    """Return the split whose loader a data module or module has: the given one, or else the first.
 
     Raises:
         PresetError: it has none.
     """
-    for split in SPLITS:
-        if not _source(owner, split)[0].__module__.endswith("core.hooks"):  # Lightning's own, which returns nothing
-            return split
+    # Lightning's own methods return nothing
+    there = [each for each in SPLITS if not _source(owner, each)[0].__module__.endswith("core.hooks")]
+    if split in there or (split is None and there):
+        return split or there[0]
+    if there:
+        raise PresetError(
+            f"split={split}: {type(owner).__name__} has no {SPLITS[split or there[0]][0]}; write {' or '.join(there)}"
+        )
     raise PresetError(
         f"{type(owner).__name__} has no predict_dataloader, test_dataloader or val_dataloader; define one, or give a"
         " loader"

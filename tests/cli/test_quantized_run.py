@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,11 @@ def test_a_run_is_exported_with_the_weights_that_it_was_trained_with(
     printed, folder = capsys.readouterr().out, tmp_path / "run" / "checkpoints" / "last-quantized"
     for text in ("4 Linear with 3 bits in groups of 8", "validation/loss: ", "seconds of", "trained with these"):
         assert text in printed
+    full, trained, exported = re.search(
+        r"loss: (.*) with full weights, (.*) rounded as in training, (.*) after", printed
+    ).groups()  # type: ignore[union-attr]
+    assert trained == exported
+    assert full
     loaded = load(type(module)(**module.hparams), folder)
     rounding, ids = Rounding(3, 8), torch.arange(16)[None]
     round_weights(chosen_layers(module, rounding).layers.values(), rounding)

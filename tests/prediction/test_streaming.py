@@ -273,6 +273,16 @@ def test_folders_of_others_are_kept(make_trainer: Make, tmp_path: Path) -> None:
         solo.write_predictions(*arguments, tmp_path / "mine" / "file" / "out")
 
 
+def test_a_split_without_a_loader_is_refused(make_trainer: Make, tmp_path: Path) -> None:
+    class Validates(Predicts):
+        def val_dataloader(self) -> Any:
+            return rows()
+
+    with pytest.raises(PresetError, match=mentions("split=test", "test_dataloader", "write validation")):
+        solo.write_predictions(make_trainer(L), Validates(), None, tmp_path / "out", split="test")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("data", "options", "error", "words"),
     [
