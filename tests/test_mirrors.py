@@ -27,7 +27,6 @@ ELSEWHERE = {
     "export/test_graphs.py": "cli/export_graph export/trained_weights",
     "export/test_pruned.py": "export/sparse_weights",
     "export/test_weights.py": "cli/export export/formats export/sources optim/checkpoint_masters",
-    "export/test_quantized.py": "nn/packed_weights",
     "export/test_pretrained.py": "export/adapter_folder export/few_bits export/generation_files export/gguf"
     " export/trained_models",
     "fine_tuning/test_chat.py": "fine_tuning/data_report fine_tuning/mapped_rows",
