@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from lightning_solo.nn.quantizable import unsuitable
 RECORD = "factors"
 """Key of a checkpoint with name -> form of each factorized layer, and the names that share a factor."""
 _BEFORE = "_solo_before"
-"""Attribute of a factorized layer with the layer in whose place it is, without parameters."""
+"""Attribute of a factorized layer with the layer in whose place it is."""
 HOOKS = ("_forward_", "_backward_", "_is_full_backward_hook")
 """Beginnings of the attributes of a module that hold its hooks."""
 Owners = dict[str, nn.Module]
@@ -110,7 +110,8 @@ def factorize_linear(
     """Replace linear layers, and transformers' ``Conv1D``, by factors.
 
     Left as they are, and listed, are output heads and frozen layers that no pattern names, what shares a weight with an
-    embedding, and layers that factors would make larger. Linear layers that share a weight share its factors.
+    embedding, and layers that factors would make larger. Linear layers that share a weight share its factors. The
+    layers keep their weights until `forget_weights`.
 
     Args:
         module: with loaded weights.
@@ -131,6 +132,7 @@ def factorize_linear(
     asked, kept = set[str]().union(*hits.values()), kept_parameters(module)
     inside = {id(plain(part)) for part in module.modules() if plain(part) is not part}
     some_trained = any(p.requires_grad for p in module.parameters())
+    factors: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # put in once nothing can be refused any more
     for p, owners in every.items():
         name = next(iter(owners))
         reason = next(filter(None, (_unfit(p, each, part, inside) for each, part in owners.items())), None)
@@ -145,24 +147,25 @@ def factorize_linear(
         if reason is None and isinstance(rank, int):
             reason = _larger(p, rank)
         if reason is None:
-            first, second = factors_of(_finite(p, name, at, owners), rank, start, device)
-            reason = _larger(p, first.shape[1])
-        if reason is None:
-            _replace(module, change, owners, "linear", p, (first, second))
-        else:
+            factors[p] = factors_of(_finite(p, name, at, owners), rank, start, device)
+            reason = _larger(p, factors[p][0].shape[1])
+        if reason is not None:
+            factors.pop(p, None)
             change.left_out[name] = reason
     reasons = listed([f"{name} ({reason})" for name, reason in change.left_out.items()], 8)
     for pattern, matches in hits.items():
-        if not any(f"{name}.weight" in matches for name in change.layers):
+        if not any(matches & set(every[p]) for p in factors):
             raise ConflictError(
                 f"{at}layers={pattern!r} matches no layer that can be factorized: {reasons}; write patterns of linear"
                 f" layers, or a smaller {at}rank{_or_drop(option)}"
             )
-    if not change.layers:
+    if not factors:
         raise NothingToDoError(
             f"{at}rank={rank} makes no layer of {type(module).__name__} smaller: {reasons or 'it has no linear layer'};"
             f" write a smaller {at}rank, or {at}layers=[<names>]{_or_drop(option)}"
         )
+    for p in list(factors):
+        _replace(module, change, every[p], "linear", p, factors.pop(p))
     change.after = _nbytes(module)
     return change
 
@@ -255,11 +258,28 @@ def merge_factors(module: nn.Module, kinds: Sequence[str] = tuple(KINDS)) -> lis
                 product = layer.weight.t() if _is_transposed(before) else layer.weight
                 products[id(first)] = nn.Parameter(product.contiguous(), requires_grad=first.requires_grad)
         before.weight = products[id(first)]
-        if layer.bias is not None:
-            before.bias = layer.bias
-        before.train(layer.training)
-        put(module, layer, before)
+        _put_back(module, layer)
     return list(layers)
+
+
+def take_back(module: nn.Module, layers: Iterable[Factorized]) -> None:
+    """Put back the layers that were factorized, with the weights that they had; not after `forget_weights`."""
+    for layer in dict.fromkeys(layers):
+        _put_back(module, layer)
+
+
+def forget_weights(layers: Iterable[Factorized]) -> None:
+    """Drop the weights that factorized layers had, which `take_back` needs."""
+    for layer in layers:
+        vars(layer)[_BEFORE].weight = None
+
+
+def _put_back(module: nn.Module, layer: Factorized) -> None:
+    before: Any = vars(layer)[_BEFORE]
+    if layer.bias is not None:
+        before.bias = layer.bias
+    before.train(layer.training)
+    put(module, layer, before)
 
 
 def _matrices(module: nn.Module) -> dict[nn.Parameter, Owners]:
@@ -356,14 +376,13 @@ def _form(part: Any, kind: str, rank: int) -> dict[str, Any]:
 
 
 def _put_form(module: nn.Module, part: Any, form: Mapping[str, Any]) -> Factorized:
-    """Put a factorized layer in the place of another, whose weight is dropped; its bias and hooks stay."""
+    """Put a factorized layer in the place of another, with its bias and hooks."""
     layer = built(form, device="meta", dtype=part.weight.dtype)
     vars(layer)[_BEFORE] = part
     vars(layer).update({name: hooks for name, hooks in vars(part).items() if name.startswith(HOOKS)})
     if layer.bias is not None:
         layer[1].bias = part.bias
         part.bias = None
-    part.weight = None
     layer.train(part.training)
     put(module, part, layer)
     return layer
@@ -406,6 +425,7 @@ def restructure(module: nn.Module, record: Mapping[str, Any]) -> dict[str, Facto
         where = {"device": weight.device, "dtype": weight.dtype}
         factors = (nn.Parameter(torch.empty(f.shape, **where), weight.requires_grad) for f in layer.factors())
         _set_factors(layer, *factors)
+        forget_weights([layer])
     tie(module, record["tied"])
     every = factorized(module)
     return {name: every[name] for name in record["layers"]}

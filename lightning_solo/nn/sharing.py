@@ -74,9 +74,9 @@ def share_blocks(
             f" {listed([f'{name} ({type(block).__name__})' for name, block in blocks.items()], 8)}; write"
             f" {option}.blocks=[ClassName], or ~{option}"
         )
+    if quantized := [name for name, block in blocks.items() if any(weights_in(part) for part in block.modules())]:
+        raise ConflictError(f"{option} and {quantized[0]}, whose weights have 4 or 8 bits; load plain weights")
     for names in sharing.groups:
-        if quantized := [name for name in names if any(weights_in(part) for part in blocks[name].modules())]:
-            raise ConflictError(f"{option} and {quantized[0]}, whose weights have 4 or 8 bits; load plain weights")
         every = [dict(blocks[name].named_parameters(remove_duplicate=False)) for name in names]
         for own, leader in every[0].items():
             parameters, full = [each[own] for each in every], [f"{name}.{own}" for name in names]
@@ -100,6 +100,14 @@ def separate(module: nn.Module, groups: Iterable[Iterable[str]]) -> None:
             copies = {p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in shared}
             for part in module.get_submodule(name).modules():
                 part._parameters.update({own: copies[p] for own, p in part._parameters.items() if p in copies})
+
+
+@torch.no_grad()
+def take_back(module: nn.Module, sharing: Sharing) -> None:
+    """Give blocks the numbers that they had before they shared."""
+    separate(module, sharing.groups)
+    for name, numbers in sharing.own.items():
+        module.get_parameter(name).copy_(numbers)
 
 
 @contextmanager

@@ -10,7 +10,16 @@ from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import CheckpointError, ConflictError, listed
 from lightning_solo.nn.blocks import counted
 from lightning_solo.nn.factorized_layers import Factorized
-from lightning_solo.nn.factorizing import RECORD, Change, factorized, merge_factors, record_of, restructure
+from lightning_solo.nn.factorizing import (
+    RECORD,
+    Change,
+    factorized,
+    forget_weights,
+    merge_factors,
+    record_of,
+    restructure,
+    take_back,
+)
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Checkpoint, Technique
@@ -35,6 +44,7 @@ class Factorizing(Technique):
 
     def _init_state(self) -> None:
         self._is_in = False
+        self._new: dict[str, Factorized] = {}  # whose layers have their weights of before until training starts
         self._merged: dict[str, Factorized] = {}
 
     def factorize(self, ctx: Run) -> Change:
@@ -76,6 +86,7 @@ class Factorizing(Technique):
                                       " the class that was trained") from error  # fmt: skip
         else:
             change = self.factorize(ctx)
+            self._new = change.layers
             ranks = sorted({layer.rank for layer in change.layers.values()})
             left = listed([f"{each} ({reason})" for each, reason in change.left_out.items()], 5)
             ctx.info(
@@ -97,8 +108,18 @@ class Factorizing(Technique):
                 f" {self.option}.rank={rank}, or call solo.merge_factors(module) before a new fit"
             )
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Drop the weights that the layers had."""
+        super().on_train_start(trainer, pl_module)
+        forget_weights(self._new.values())
+        self._new = {}
+
     def _leave(self, ctx: Run) -> None:
         self._is_in = False
+        if self._new:  # nothing was trained
+            take_back(ctx.module, self._new.values())
+            self._new = {}
+            return
         if self.after_fit == "merge":
             self._merged = self.factorized_layers(ctx.module)
             merge_factors(ctx.module, self.kinds)

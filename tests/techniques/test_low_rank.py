@@ -313,11 +313,25 @@ def test_random_factors_have_no_share_of_energy() -> None:
         LowRank(rank=0.5, start="random")
 
 
-def test_weights_that_are_not_finite_are_refused() -> None:
+def test_weights_that_are_not_finite_are_refused_and_no_layer_is_changed() -> None:
     module = stack()
     module.blocks[1].down.weight.data[0, 0] = float("nan")
     with pytest.raises(ConflictError, match=mentions("blocks.1.down.weight", "finite", "layers")):
         factorize_linear(module, 4)
+    with pytest.raises(NothingToDoError):
+        factorize_linear(module, 4, ["up", "uup"])
+    assert not factorized(module)
+
+
+@pytest.mark.parametrize("technique", [LowRank(rank=4), LowRank(rank=4, after_fit="merge"), solo.SharedBlocks()])
+def test_a_fit_that_is_refused_before_its_first_step_leaves_the_weights(make_trainer: Make, technique: Any) -> None:
+    module = regression(L, stack())
+    with pytest.raises(NothingToDoError, match=mentions("Nope")):
+        fit(make_trainer, technique, solo.TiledMlp(parts=["Nope"]), module=module)
+    assert equal(module, regression(L, stack()))
+    assert len([*module.parameters()]) == len([*stack().parameters()])
+    fit(make_trainer, technique, module=module)
+    assert not equal(module.net.head, stack().head)
 
 
 @pytest.mark.parametrize("other", ["adapters", "layer_freezing", "quantization"])

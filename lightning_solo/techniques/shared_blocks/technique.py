@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
-
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import CheckpointError, listed
 from lightning_solo.memory.host_slabs import is_planned
 from lightning_solo.nn.blocks import counted, named_blocks
-from lightning_solo.nn.sharing import as_before, separate, share_blocks
+from lightning_solo.nn.sharing import Sharing, as_before, separate, share_blocks, take_back
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Checkpoint, Technique
@@ -39,9 +37,8 @@ class SharedBlocks(Technique, Settings):
 
     def _init_state(self) -> None:
         self._names: dict[str, str] = {}
-        self._groups: list[list[str]] = []
+        self._sharing = Sharing()
         self._is_in = False
-        self._before: dict[str, Tensor] = {}
 
     @property
     def shared(self) -> dict[str, str]:
@@ -67,8 +64,7 @@ class SharedBlocks(Technique, Settings):
             return
         blocks = named_blocks(ctx.module, self.blocks, f"{OPTION}.blocks")
         sharing = share_blocks(ctx.module, blocks, self.group, start, OPTION)
-        self._names, self._groups, self._is_in = dict(sharing.names), sharing.groups, True
-        self._before = {} if ctx.trainer.ckpt_path else sharing.own
+        self._names, self._sharing, self._is_in = dict(sharing.names), sharing, True
         ctx.undo.callback(self._leave, ctx)
         if not sharing.groups:
             ctx.info("shared_blocks: the blocks share since an earlier fit, and are trained further")
@@ -83,9 +79,9 @@ class SharedBlocks(Technique, Settings):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Log validation with the blocks' weights of before, and with shared ones."""
-        before, self._before = self._before, {}
+        before, self._sharing.own = self._sharing.own, {}
         has_all = before.keys() <= {name for name, _ in pl_module.named_parameters(remove_duplicate=False)}
-        if self.ctx is None or not before or not has_all or is_planned() or trainer.fast_dev_run:
+        if self.ctx is None or not before or not has_all or is_planned() or trainer.fast_dev_run or trainer.ckpt_path:
             return  # another technique may have replaced them
         with as_before(pl_module, before):
             metrics = patches.validation_metrics(trainer, BATCHES)
@@ -93,10 +89,14 @@ class SharedBlocks(Technique, Settings):
             self.ctx.info(f"shared_blocks: {name}: {metrics[name]:.4f} before, {value:.4f} with shared weights")
 
     def _leave(self, ctx: Run) -> None:
-        self._is_in, self._before = False, {}
-        if self.after_fit == "separate" or not ctx.is_set_up:
-            separate(ctx.module, self._groups)
-            self._names = {}
+        self._is_in = False
+        if self._sharing.own:  # nothing was trained
+            take_back(ctx.module, self._sharing)
+            self._sharing.own = {}
+        elif self.after_fit == "keep":
+            return
+        separate(ctx.module, self._sharing.groups)
+        self._names = {}
 
     def checkpoint(self, ctx: Run) -> Checkpoint:
         """Return how shared weights are saved and loaded."""
