@@ -49,6 +49,8 @@ WITHOUT_REFERENCE = (
     {"shared_blocks", "low_rank"},
     {"shared_blocks", "pruning"},
     {"shared_blocks", "accumulation_schedule"},
+    {"factorized_embedding", "pruning"},  # of other weights
+    {"factorized_embedding", "accumulation_schedule"},
     {"factorized_embedding", "low_rank"},  # of ranks that change more than steps
     {"low_rank", "pruning"},  # of other weights
     {"low_rank", "accumulation_schedule"},  # of fewer steps, which change less than a lower rank

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import lightning_solo as solo
+from lightning_solo.cards.factors import planned
+from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError
 from lightning_solo.nn.blocks import feed_forward_parts, repeated_blocks
 from lightning_solo.nn.factorized_layers import LinearFactors
 from lightning_solo.nn.factorizing import factorize_linear, factorized, factors_of, largest_rank, merge_factors
 from lightning_solo.presets.compose import compose
+from lightning_solo.techniques.low_rank.card import CARD
 from lightning_solo.techniques.low_rank.technique import LowRank
 from tests.conftest import long
 from tests.messages import lines_with, mentions
@@ -338,6 +341,21 @@ def test_a_fit_that_is_refused_before_its_first_step_leaves_the_weights(make_tra
 def test_what_chooses_or_rounds_parameters_is_refused(other: str) -> None:
     with pytest.raises(ConflictError, match=mentions("callback.low_rank", f"callback.{other}", "write ~callback.")):
         compose({"precision": "32-true", "callback": {"low_rank": {"rank": 4}, other: {}}})
+
+
+@pytest.mark.parametrize("name", ["low_rank", "factorized_embedding", "shared_blocks"])
+def test_channels_are_not_pruned_in_the_same_run(name: str) -> None:
+    settings = {"pruning": {"amount": 0.5, "pattern": "channels"}, name: {}}
+    with pytest.raises(ConflictError, match=mentions("callback.pruning.pattern=channels", f"~callback.{name}")):
+        compose({"precision": "32-true", "callback": settings})
+
+
+def test_ranks_that_depend_on_weights_are_planned_as_dense_layers() -> None:
+    tracing = planned(CARD.settings(rank=0.5), Tracing("32-true", attached=CARD.settings(rank=0.5)))
+    assert tracing.attached is None
+    assert "low_rank.rank=0.5" in tracing.assumptions[0]
+    whole = Tracing("32-true", attached=CARD.settings(rank=5))
+    assert planned(CARD.settings(rank=5), whole) == whole
 
 
 def test_checkpoints_of_other_layers_are_refused(make_trainer: Make, tmp_path: Path) -> None:
