@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_solo.cli.options import Parser, positive
 from lightning_solo.errors import CheckpointError
 
-TAKES = 'write: lightning-solo generate RUN|FILE "prompt" [--best] [--raw] [--max-tokens 256]'
+TAKES = 'write: lightning-solo generate RUN|FILE "prompt" [--best] [--raw] [--max-tokens 256] [--base-folder FOLDER]'
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -24,7 +24,8 @@ def run(arguments: Sequence[str]) -> int:
 
     file = checkpoint_of(options.source)
     file = best_of(file) if options.best else file
-    module, tokenizer = load_trained(file, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    module, tokenizer = load_trained(file, device, options.base_folder)
     from transformers import TextStreamer
 
     if options.raw:
@@ -46,6 +47,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--best", action="store_true", help="the checkpoint with the lowest loss, not the last one")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without chat template")
     parser.add_argument("--max-tokens", default="256", metavar="N", help="the largest length (default %(default)s)")
+    parser.add_argument("--base-folder", type=Path, metavar="FOLDER", help="the base model, if it isn't where it was")
     return parser.parse_args(arguments)
 
 

@@ -32,7 +32,8 @@ def tokenizer_of(folder: str | Path, chat_template: str | None = None, new_token
     Raises:
         CheckpointError: there is no tokenizer.
     """
-    if not Path(folder).is_dir():
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
         raise CheckpointError(
             f"data.tokenizer={folder}: no such folder; download the model first: hf download <owner>/<name> --local-dir"
             f" {folder}"

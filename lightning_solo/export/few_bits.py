@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -58,19 +58,17 @@ def rounded(model: Any, bits: int) -> tuple[Any, str]:
     four = bits == min(BITS)
     reasons, kept, count = kept_parameters(model), {}, 0
     for name, part in model.named_modules():
-        if type(part) is nn.Linear or type(part).__name__ == "Conv1D":
+        if _is_linear(part):
             count += 1
             outputs, inputs = part.weight.shape if isinstance(part, nn.Linear) else part.weight.shape[::-1]
             if reason := reasons.get(id(part.weight)):
                 kept[name] = reason
             elif four and (inputs % BLOCK or outputs % OUTPUTS):
                 kept[name] = f"{inputs} inputs aren't a multiple of {BLOCK}, or {outputs} outputs of {OUTPUTS}"
-    experts = {name: f"{p.ndim} dimensions" for name, p in model.named_parameters() if p.ndim > 2}
-    left_out = listed(f"{name} ({reason})" for name, reason in {**kept, **experts}.items())
     if len(kept) == count:
         raise NothingToDoError(
             f"bits={bits}: {type(model).__name__} has no linear layer that bitsandbytes can round:"
-            f" {left_out or 'none'}; leave --bits out"
+            f" {_reasons(kept) or 'none'}; leave --bits out"
         )
     bitsandbytes()  # before transformers imports it, so that nothing is fetched
     options: dict[str, Any] = {"load_in_8bit": True}
@@ -86,11 +84,21 @@ def rounded(model: Any, bits: int) -> tuple[Any, str]:
         device_map={"": "cpu"},
     )
     layers = [part for part in result.modules() if type(part).__module__.startswith("bitsandbytes.")]
+    own = {name: "in fp32" for name, part in result.named_modules() if _is_linear(part) and name not in kept}
+    experts = {name: f"{p.ndim} dimensions" for name, p in model.named_parameters() if p.ndim > 2}
     done = {id(layer.weight) for layer in layers}
     left = sum(p.nbytes for p in result.parameters() if id(p) not in done)
     share = left / sum(p.nbytes for p in result.parameters())
-    also = f", {left_out}" if left_out else ""
-    return result, f"{bits} bits: {counted(layers)}; {share:.0%} of the bytes aren't rounded: embeddings, norms{also}"
+    left_out = _reasons({"embeddings": "", "norms": "", **kept, **own, **experts})
+    return result, f"{bits} bits: {counted(layers)}; {share:.0%} of the bytes aren't rounded: {left_out}"
+
+
+def _is_linear(part: nn.Module) -> bool:
+    return type(part) is nn.Linear or type(part).__name__ == "Conv1D"
+
+
+def _reasons(kept: Mapping[str, str]) -> str:
+    return listed([f"{name} ({reason})" if reason else name for name, reason in kept.items()], 5)
 
 
 @contextmanager

@@ -308,8 +308,9 @@ class Conversations:
                 **self.tokenizer.special_tokens_map,
             )
         except TemplateSyntaxError as error:
+            reason = str(error.message).rstrip(".")
             raise PresetError(
-                f"the chat template is no Jinja, line {error.lineno}: {error.message}; correct it, or write"
+                f"the chat template is no Jinja, line {error.lineno}: {reason}; correct it, or write"
                 " data.chat_template=<another file>"
             ) from error
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:

@@ -159,8 +159,8 @@ class ChatReport(DataReport):
         """Return a warning of rows that are too long, and of trained messages that are no answers."""
         roles = _counted(self.others)
         trained = (
-            f"the chat template's generation tags are around messages that are no answers, so these are trained too:"
-            f" {roles} rows; write data.chat_template=<a file with tags around answers alone, or without tags>"
+            f"the chat template's generation tags are around messages that are no answers, so these are trained too,"
+            f" in rows: {roles}; write data.chat_template=<a file with tags around answers alone, or without tags>"
         )
         return "; ".join(filter(None, [super().warning(), trained if self.others else None])) or None
 

@@ -94,7 +94,7 @@ class MappedRows(L.LightningDataModule):
         # what another process needs for the same tokenizer; `path` would be taken for the model's
         names = ("tokenizer", "chat_template", "new_tokens")
         folder, *others = self.tokenizer_arguments()
-        absolute = str(Path(folder).absolute())  # commands may be called from another folder
+        absolute = str(Path(folder).expanduser().absolute())  # commands may be called from another folder
         self.save_hyperparameters(dict(zip(names, (absolute, *others), strict=True)), logger=False)
         self.report: DataReport | None = None
         self.vocabulary = self.pad_token_id = 0

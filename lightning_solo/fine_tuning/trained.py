@@ -16,7 +16,7 @@ from lightning_solo.fine_tuning.causal_lm import HFCausalLM
 from lightning_solo.nn.adapter_weights import RECORD
 
 
-def load_trained(checkpoint: Path, device: torch.device) -> tuple[HFCausalLM, Any]:
+def load_trained(checkpoint: Path, device: torch.device, base: Path | None = None) -> tuple[HFCausalLM, Any]:
     """Return (module, tokenizer) of a checkpoint, in evaluation mode.
 
     Weights that were in 4 or 8 bits are rounded again, since the adapters were trained on the rounded ones. After a
@@ -25,6 +25,7 @@ def load_trained(checkpoint: Path, device: torch.device) -> tuple[HFCausalLM, An
     Args:
         checkpoint: of a fit of `HFCausalLM`, with the adapters alone or with all weights.
         device: where the module is to be.
+        base: folder of the base; by default where it was in training.
 
     Raises:
         CheckpointError: the file is damaged or of another module, or the folder of its base isn't there.
@@ -36,14 +37,17 @@ def load_trained(checkpoint: Path, device: torch.device) -> tuple[HFCausalLM, An
         raise CheckpointError(
             f"{checkpoint}: it isn't of model=hf_causal_lm; write a run with that model, such as one of experiment=sft"
         )
-    module = HFCausalLM(**{**arguments, "samples": 0, "early_stopping": None})
+    path = base or Path(arguments["path"])
+    if not path.is_dir():
+        raise CheckpointError(f"{checkpoint}: its base isn't in {path}; write --base-folder FOLDER, where it is now")
+    module = HFCausalLM(**{**arguments, "path": str(path), "samples": 0, "early_stopping": None})
     module.configure_model()
     if RECORD in content:
         load_adapters(module, checkpoint)
     else:
         module.load_state_dict(content["state_dict"])
     data = content.get("datamodule_hyper_parameters", {})
-    folder, template = data.get("tokenizer", module.path), data.get("chat_template")
-    if not Path(folder).is_dir() and module.path.endswith(f"/{folder}"):  # relative to where the run was started
-        folder = module.path
+    own, template = data.get("tokenizer", arguments["path"]), data.get("chat_template")
+    # it may be relative, and the base elsewhere now
+    folder = module.path if f"/{arguments['path']}".endswith(f"/{own}") else own
     return module.to(device).eval(), tokenizer_of(folder, template, data.get("new_tokens", ()))

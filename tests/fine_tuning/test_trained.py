@@ -87,6 +87,15 @@ def test_command_prints_the_answer(
     best = best_of(last)
     assert best.name.startswith("epoch")
     assert run([str(tmp_path), "What is two?", "--max-tokens", "2", "--best"]) == 0
+    moved = model_folder("Llama").rename(tmp_path / "moved")
+    try:
+        with pytest.raises(CheckpointError, match=mentions("--base-folder", str(model_folder("Llama")))):
+            run([str(tmp_path), "What is two?"])
+        capsys.readouterr()
+        assert run([str(tmp_path), "What is two?", "--max-tokens", "12", "--base-folder", str(moved)]) == 0
+        assert capsys.readouterr().out.strip() == tokenizer.decode(tokens, skip_special_tokens=True).strip()
+    finally:
+        moved.rename(model_folder("Llama"))
     best.unlink()
     with pytest.raises(CheckpointError, match=mentions("drop --best")):
         run([str(tmp_path), "What is two?", "--best"])
