@@ -43,7 +43,8 @@ def answer(model: Any, tokenizer: Any, ids: Sequence[int], max_tokens: int, stre
     own = model.generation_config.eos_token_id
     ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, end_of_answer(tokenizer)} - {None}
     modes = {part: part.training for part in model.modules()}
-    device = next(model.parameters()).device
+    devices = [p.device for p in model.parameters()]
+    device = next((each for each in devices if each.type != "cpu"), devices[0])  # some weights may be on the host
     prompt = torch.tensor([list(ids)], device=device)
     try:
         model.eval()

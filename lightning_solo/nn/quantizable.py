@@ -121,7 +121,8 @@ def _table(weight: Weight, apart: str | None, settings: Mapping[str, str]) -> tu
     if values <= {"unchanged"} or apart not in (None, OUTPUT_HEAD):
         return apart or ("an embedding" if roles else None), None
     if len(values) > 1:
-        return f"{TIED}; write {OPTION}.embeddings and head alike", None
+        value = next(each for each in sorted(values) if each != "unchanged")
+        return f"{TIED}; write {OPTION}.embeddings={value} and {OPTION}.head={value}", None
     return None, (roles[-1], values.pop())
 
 

@@ -16,6 +16,7 @@ from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.nn.deferred_logits import DeferredLogits, Use, defer_logits, output_heads
 from lightning_solo.nn.forwards import restore_forwards
+from lightning_solo.nn.quantized import quantize, quantized
 
 BATCH, TOKENS, WIDTH, WORDS = 3, 10, 8, 37
 Losses = Callable[[Tensor, Tensor], Tensor]
@@ -212,6 +213,30 @@ def test_it_is_kept_only_for_the_loss() -> None:
         loss.backward()
     restored = head(hidden)
     assert type(restored) is Tensor
+
+
+@pytest.mark.parametrize("format", ["int8", "host"])
+def test_a_quantized_head_waits_too_and_computes_as_itself(format: str) -> None:
+    head, hidden, labels = parts()
+    head.requires_grad_(False)
+    quantize(head, {"weight": quantized(head.weight, format)})
+    hidden.requires_grad_()
+    plain = head(hidden)
+    (expected,) = torch.autograd.grad(plain[0].square().sum(), hidden)
+    assert output_heads(nn.Sequential(nn.Embedding(WORDS, WIDTH), head)) == {"1": head}
+    with deferred(head) as use:
+        logits = head(hidden)
+        assert isinstance(logits, DeferredLogits)
+        torch.testing.assert_close(logits.of_rows(slice(0, TOKENS)), plain[0])
+        (gradient,) = torch.autograd.grad(logits.of_rows(slice(0, TOKENS)).square().sum(), hidden)
+        torch.testing.assert_close(gradient, expected)
+        assert torch.equal(logits.argmax(-1), plain.argmax(-1))
+        torch.testing.assert_close(shifted(logits, labels), shifted(plain, labels))
+        assert (use.losses, use.computed_for) == (1, {})
+        assert torch.equal(head(hidden).exp(), plain.exp())  # all logits are computed
+        head.quantized_weights["weight"].codes.mul_(2)
+        with pytest.raises(ConflictError, match=r"logits\.clone\(\)"):
+            shifted(logits, labels)
 
 
 class Reversed(torch.autograd.Function):

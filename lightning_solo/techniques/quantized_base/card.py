@@ -36,7 +36,7 @@ class Settings(TechniqueSettings):
     head: str = setting(
         "unchanged",
         "a frozen output head stays as it is, is stored in 8 bits, or stays on the host and is copied in parts; where"
-        " it is tied to an embedding, write both alike",
+        " it is tied to an embedding, both settings must be the same",
         allowed=("unchanged", "int8", "host"),
     )
 
