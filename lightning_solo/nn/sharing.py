@@ -39,7 +39,7 @@ class Sharing:
 
 @torch.no_grad()
 def share_blocks(
-    module: nn.Module, blocks: Mapping[str, nn.Module], group: int | None = None, start: str = "mean", option: str = ""
+    module: nn.Module, blocks: Mapping[str, nn.Module], group: int | None = None, start: str = "first", option: str = ""
 ) -> Sharing:
     """Make blocks of equal structure, in their order, share parameters in groups; buffers stay each block's own.
 
@@ -47,7 +47,7 @@ def share_blocks(
         module: with the blocks.
         blocks: qualified name -> block.
         group: blocks that share; None for all of a kind.
-        start: "mean" of the blocks' numbers, or those of the "first". Equal ones stay as they are to the bit.
+        start: numbers of the "first" block, or the "mean" of the blocks'. Equal ones stay as they are to the bit.
         option: path of the settings, for messages.
 
     Raises:

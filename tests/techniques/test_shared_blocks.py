@@ -114,7 +114,7 @@ class Nets(nn.Module):
 def test_buffers_stay_each_blocks_own_and_ties_stay() -> None:
     module, before = Nets(), Nets()
     module.blocks[2].norm.bias.requires_grad_(False)
-    sharing = share(module)
+    sharing = share(module, start="mean")
     module(torch.randn(16, 8) + torch.arange(8))
     means = [block.norm.running_mean for block in module.blocks]
     assert not torch.equal(means[0], means[1])
@@ -150,7 +150,7 @@ def test_a_fit_steps_each_shared_weight_once_and_logs_what_sharing_costs(
     technique = SharedBlocks(group=2)
     with caplog.at_level("INFO"):
         module = fit(make_trainer, technique)
-    assert lines_with(caplog.text, "4 Block in groups of 2", "mean", "instead of")
+    assert lines_with(caplog.text, "4 Block in groups of 2", "first", "instead of")
     (line,) = lines_with(caplog.text, "shared_blocks: validation/loss")
     before, after = (float(word) for word in line.replace(",", "").split() if word[0].isdigit())
     plain = regression(L, stack())
@@ -177,7 +177,7 @@ def test_validation_at_the_start_changes_no_bit(make_trainer: Make) -> None:
 
 @pytest.mark.parametrize("after_fit", ["keep", "separate"])
 def test_a_resumed_run_ends_as_the_undisturbed_one(make_trainer: Make, tmp_path: Path, after_fit: str) -> None:
-    options = {"after_fit": after_fit}
+    options = {"after_fit": after_fit, "start": "mean"}
     stack_of_three = regression(L, stack(3))
     whole = fit(make_trainer, SharedBlocks(**options), module=copy.deepcopy(stack_of_three), max_epochs=2)
     half = fit(make_trainer, SharedBlocks(**options), module=copy.deepcopy(stack_of_three), max_epochs=1)

@@ -20,7 +20,9 @@ class Settings(TechniqueSettings):
 
     group: int | None = setting(None, "blocks in a row that share their weights; null: all of a kind", at_least=2)
     start: str = setting(
-        "mean", "mean: the mean of the blocks' weights; first: those of the first block", allowed=("mean", "first")
+        "first",
+        "first: the weights of the first block; mean: the mean of the blocks' weights",
+        allowed=("first", "mean"),
     )
     blocks: str | Sequence[str] = blocks_setting()
     after_fit: str = setting(

@@ -24,7 +24,7 @@ BATCHES = 16
 
 
 class SharedBlocks(Technique, Settings):
-    """Makes groups of equal blocks use the same parameters: the mean of theirs, or the first block's.
+    """Makes groups of equal blocks use the same parameters: the first block's, or the mean of theirs.
 
     Names stay: each block has its parameters under its own names, and a checkpoint stores shared ones once. Buffers,
     such as BatchNorm's statistics, stay each block's own. At the start, validation before and after sharing is logged.
@@ -72,7 +72,7 @@ class SharedBlocks(Technique, Settings):
         sizes = " and ".join(str(size) for size in sorted({len(names) for names in sharing.groups}))
         left = listed([f"{name} ({reason})" for name, reason in sharing.left_out.items()], 5)
         ctx.info(
-            f"shared_blocks: {counted(blocks.values())} in groups of {sizes} start from their {self.start}; the"
+            f"shared_blocks: {counted(blocks.values())} in groups of {sizes} start from the {self.start}; the"
             f" module's parameters take {format_bytes(sharing.after)} instead of {format_bytes(sharing.before)}"
             f"{f'; each block keeps its own: {left}' if left else ''}"
         )
