@@ -52,6 +52,11 @@ def export_quantized(
         CheckpointError: the folder exists or can't be written; then nothing is left.
         BudgetError: the disk has too little space.
     """
+    if not isinstance(module, nn.Module):
+        raise PresetError(
+            f"solo.export_quantized({str(module)!r}, ...) takes a module; load the weights into one first, or write"
+            " lightning-solo export RUN --format quantized"
+        )
     if bits not in BITS or group_size < 0 or activations not in ACTIVATIONS:
         raise PresetError(
             f"bits={bits}, group_size={group_size}, activations={activations!r}: write bits={BITS[0]} to {BITS[-1]},"

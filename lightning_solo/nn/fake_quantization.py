@@ -193,6 +193,13 @@ def chosen_layers(
         order = sorted(weight.layers, key=lambda name: name not in usual)  # the layer first whose inputs are rounded
         choice.layers |= {name.rpartition(".")[0]: weight.layers[name] for name in order}
     if missed := [each for each in names or () if each not in matched]:
+        there = {name: choice.left_out[name] for name in choice.left_out if name in hits[missed[0]]}
+        if there:
+            reasons = listed([f"{name} ({reason})" for name, reason in there.items()])
+            raise NothingToDoError(
+                f"{at}layers={missed[0]!r} matches {reasons}, which can't be rounded; leave {missed[0]!r} out of"
+                f" {at}layers{otherwise}"
+            )
         linear = [weight.name.removesuffix(".weight") for weight in weights if weight.kinds & {"linear", "transposed"}]
         raise NothingToDoError(
             f"{at}layers={missed[0]!r} matches no linear layer that can be quantized"

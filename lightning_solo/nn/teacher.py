@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,13 +15,14 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from lightning_solo.attributes import replaced
-from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed, nearest
+from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, SoloError, listed, nearest
 from lightning_solo.memory.block_ring import BlockRing
 from lightning_solo.nn.blocks import repeated_blocks
 from lightning_solo.nn.deferred_logits import DeferredLogits, Use, defer_logits, output_heads
 from lightning_solo.nn.features import Features, Output
 from lightning_solo.nn.forwards import restore_forwards
 from lightning_solo.nn.streaming import Streamed, away, start_ring, stream_blocks
+from lightning_solo.out_of_memory import is_out_of_memory
 
 AUTO = "auto"
 IGNORED = -100
@@ -189,7 +191,11 @@ class Teacher:
             try:
                 blocks = repeated_blocks(module)
             except NothingToDoError as error:
-                raise NothingToDoError(f"{OPTION}.streamed=true: {error}; write {OPTION}.streamed=false") from error
+                reason = str(error).partition("; write")[0]
+                raise NothingToDoError(
+                    f"{OPTION}.streamed=true: {reason}, and the teacher stays on the device whole; write"
+                    f" {OPTION}.streamed=false"
+                ) from error
             records = stream_blocks(blocks)
             self._blocks = [*blocks.values()]
             self.ring = start_ring(module, blocks, records, device, 2, trains=False)
@@ -227,7 +233,17 @@ class Teacher:
         device = call.logits.device.type
         low = torch.autocast(device, self.dtype) if self.dtype.itemsize == 2 else nullcontext()
         with low, self._features.recording():
-            logits = logits_of(part(*args, **kwargs))
+            try:
+                logits = logits_of(part(*args, **kwargs))
+            except (RuntimeError, TypeError, ValueError, IndexError) as error:
+                if isinstance(error, SoloError) or is_out_of_memory(error):
+                    raise
+                reason = textwrap.shorten(str(error), 300, placeholder=" ...")
+                raise ConflictError(
+                    f"{OPTION}: the teacher {type(part).__name__} fails on the inputs of the student's"
+                    f" {call.name or 'forward'} ({reason}); write a teacher that takes them, or"
+                    f" {OPTION}.part=<the part with the teacher's inputs and outputs>"
+                ) from error
             self.outputs = self._features.since(0)
         return logits
 

@@ -211,6 +211,8 @@ def test_int8_inputs_are_multiplied_in_integers() -> None:
 
 
 def test_what_cannot_be_exported_is_refused(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(PresetError, match=mentions("last.ckpt", "takes a module", "--format quantized")):
+        export_quantized("last.ckpt", tmp_path / "few")  # type: ignore[arg-type]
     with pytest.raises(PresetError, match=mentions("bits=1", "bits=2 to 8")):
         export_quantized(model, tmp_path / "few", 1)
     with pytest.raises(PresetError, match=mentions("group_size=64", "up (32)", "group_size=32")):

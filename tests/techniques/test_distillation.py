@@ -394,7 +394,7 @@ def test_streamed_teacher_has_the_same_outputs_and_two_blocks_on_the_device(
     rounding = 64 * 20  # each tensor begins at a multiple of 64 bytes
     assert 0 <= on_host - 5 * block < 5 * rounding
     assert 0 <= on_device - 2 * block < 2 * rounding
-    with pytest.raises(NothingToDoError, match=mentions("streamed=false")):
+    with pytest.raises(NothingToDoError, match=r"Linear.*whole; write callback.distillation.streamed=false$"):
         fit(make_trainer, Distillation.from_module(nn.Linear(8, 32), streamed=True), module=classification(L))
 
 
@@ -618,6 +618,9 @@ def test_teachers_that_do_not_suit_are_refused(make_trainer: Make) -> None:
     with pytest.raises(ConflictError, match=mentions("7 words", "32", "vocabulary")):
         fit(make_trainer, Distillation.from_module(Stack(outputs=7)), module=student)
 
+    with pytest.raises(ConflictError, match=mentions("Conv2d", "student's net", "3D (unbatched)", "takes them")):
+        fit(make_trainer, Distillation.from_module(nn.Conv2d(3, 4, 3)), module=student)
+
     class Silent(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return SimpleNamespace(hidden=x)
@@ -652,6 +655,25 @@ def test_parts_are_chosen_by_name_or_refused(make_trainer: Make) -> None:
 
     with pytest.raises(NothingToDoError, match=mentions("Functional", "body", "part=")):
         fit(make_trainer, Distillation("start"), module=Functional())
+
+
+def test_labels_of_a_part_that_the_student_lacks_are_refused(make_trainer: Make, tmp_path: Path) -> None:
+    class Outer(Words):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Words()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    options: dict[str, Any] = {"accelerator": "cpu", "enable_progress_bar": False}
+    write_soft_labels(Outer(), sentences(), Words(16), tmp_path / "labels", part="inner", **options)
+    labels = str(tmp_path / "labels")
+    with pytest.raises(ConflictError, match=mentions("'inner' of another module", "Words", "part=")):
+        fit(make_trainer, Distillation(labels=labels), module=Words(), data=sentences())
+    losses, inside = Losses(), Outer()
+    fit(make_trainer, Distillation(labels=labels), losses, module=inside, data=sentences())
+    assert losses.parts[0][0] > 0
 
 
 def test_manual_optimization_is_refused(make_trainer: Make) -> None:

@@ -390,7 +390,7 @@ def test_what_the_module_does_is_refused_with_a_remedy(make_trainer: Make) -> No
         fit(make_trainer, replacement("muon"), module=regression(L, nn.Sequential(nn.Linear(WIDTH, 1))))
     with pytest.raises(NothingToDoError, match=mentions("configure_optimizers")):
         fit(make_trainer, replacement("lion"), module=module_of(lambda module: None))
-    with pytest.raises(PresetError, match=mentions("options", "nesterov")):
+    with pytest.raises(PresetError, match=mentions("options", "no argument 'nesterov'", "there are betas")):
         fit(make_trainer, replacement("lion", options={"nesterov": True}))
     with pytest.raises(PresetError, match=mentions("warmup_steps=6", "at most 5")):
         fit(make_trainer, replacement("lion", schedule="linear", warmup_steps=6))
@@ -410,6 +410,10 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         OptimizerReplacement(warmup_steps=10)
     with pytest.raises(PresetError, match=mentions("options", "optimizer")):
         OptimizerReplacement(optimizer=None, options={"betas": [0.9, 0.95]})
+    with pytest.raises(PresetError, match=mentions("options has lr", "optimizer_replacement.lr=0.1")):
+        OptimizerReplacement(options={"lr": 0.1})
+    with pytest.raises(PresetError, match=mentions("decay_share=0.5", "schedule=wsd")):
+        OptimizerReplacement(schedule="linear", decay_share=0.5)
     with pytest.raises(ConflictError, match=mentions("schedule_free_adamw", "schedule=constant")):
         OptimizerReplacement(optimizer="schedule_free_adamw", schedule="cosine")
 

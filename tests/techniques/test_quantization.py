@@ -336,6 +336,9 @@ def test_layers_that_cannot_be_rounded_are_named() -> None:
 
     with pytest.raises(NothingToDoError, match=mentions("attention.in_proj_weight", "MultiheadAttention")):
         chosen_layers(Attends(), Rounding(4, 0))
+    computed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    with pytest.raises(NothingToDoError, match=mentions("0.parametrizations.weight.original1", "can't be rounded")):
+        chosen_layers(nn.Sequential(computed, nn.Linear(8, 8)), Rounding(4, 0), ["0"])
     tied = Tied()
     tied.embedding.max_norm = 1.0
     with pytest.raises(ConflictError, match=mentions("head", "embedding")):

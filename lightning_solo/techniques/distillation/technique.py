@@ -235,7 +235,15 @@ class Distillation(Technique, Settings):
 
     def _hooked(self, ctx: Run) -> Calls:
         """Return the recorder of the parts that may make the logits; they have their final form by the first batch."""
-        part = self.part if self._labels is None or self.part != AUTO else self._labels.origin.part
+        part = self.part
+        if self._labels is not None and part == AUTO:
+            part = self._labels.origin.part
+            if part not in dict(ctx.module.named_modules()):
+                raise ConflictError(
+                    f"{OPTION}.labels={self.labels}: they were written for the part {part!r} of another module, and"
+                    f" {type(ctx.module).__name__} has none of this name; write {OPTION}.part=<the part that is called"
+                    " with the same inputs and returns logits>, or labels for this module"
+                )
         features = Features(ctx.module, self.features, "student") if self.features else None
         self._calls = calls = Calls(candidates(ctx.module, part, self._teacher), features)
         ctx.undo.callback(calls.remove)

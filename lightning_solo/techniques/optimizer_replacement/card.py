@@ -27,6 +27,7 @@ STATE_BYTES = {
     "schedule_free_adamw": 8.0,
 }
 """Name -> bytes of states per parameter of a large matrix in fp32."""
+DECAY_SHARE = 0.2
 OWN_STATES = ("adamw_8bit", "adamw_4bit", "muon", "schedule_free_adamw")
 """Optimizers whose states and weights no other technique can store."""
 
@@ -57,7 +58,7 @@ class Settings(TechniqueSettings):
     )
     warmup_steps: int = setting(0, "optimizer steps in which the schedule rises to lr", at_least=0)
     decay_share: float = setting(
-        0.2,
+        DECAY_SHARE,
         "share of the run in which wsd falls",
         check=lambda share: None if 0 < share <= 1 else "expected a number above 0, and at most 1",
     )
@@ -66,6 +67,16 @@ class Settings(TechniqueSettings):
     def _check_together(self) -> None:
         if self.optimizer is None and self.options:
             raise PresetError(f"{self.technique}.options={dict(self.options)}: write the optimizer that they are for")
+        for name in sorted({"lr", "weight_decay"} & {*(self.options or ())}):
+            raise PresetError(
+                f"{self.technique}.options has {name}, which is a setting of its own; write"
+                f" {self.technique}.{name}={dict(self.options or {})[name]}"
+            )
+        if self.schedule != "wsd" and self.decay_share != DECAY_SHARE:
+            raise PresetError(
+                f"{self.technique}.decay_share={self.decay_share} is of wsd; write {self.technique}.schedule=wsd, or"
+                f" drop {self.technique}.decay_share"
+            )
         if self.schedule is None and self.warmup_steps:
             raise PresetError(
                 f"{self.technique}.warmup_steps={self.warmup_steps} is of a schedule; write"

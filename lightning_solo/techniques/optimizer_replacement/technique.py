@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pkgutil import resolve_name
@@ -10,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError
+from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError, nearest
 from lightning_solo.nn.parameter_groups import hidden_matrices, without_decay
 from lightning_solo.optim.group_division import RATES, divide_groups, scale_rates
 from lightning_solo.optim.param_groups import parameters_of
@@ -151,6 +152,12 @@ class OptimizerReplacement(AveragedWeights, Settings):
             groups.append(options)
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
         defaults = {"lr": self.lr or float(old.defaults["lr"]), **DEFAULTS.get(str(self.optimizer), {})}
+        known = [name for name in inspect.signature(cls).parameters if name not in {"params", "lr", "weight_decay"}]
+        for name in given.keys() - known:
+            raise PresetError(
+                f"{OPTION}.options={given}: {cls.__name__} has no argument {name!r}{nearest(name, known)}there are"
+                f" {', '.join(known)}"
+            )
         try:
             new: Optimizer = cls(groups, **{**defaults, **given})
         except (TypeError, ValueError) as error:

@@ -111,8 +111,8 @@ class Pruning(Technique, Settings):
         left_out = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
         ctx.info(
             f"pruning: {sum(p.numel() for p in masks.weights.values()):,} weights of {len(masks.weights)} parameters"
-            f" ({listed(masks.weights)}) can be pruned; masks take {format_bytes(masks.nbytes)}; left out are"
-            f" {left_out or 'none'}"
+            f" ({listed(masks.weights)}) can be pruned; masks take {format_bytes(masks.nbytes)}"
+            f"{f'; left out are {left_out}' if left_out else ''}"
         )
 
     def _check_schedule(self, trainer: Any, step: int) -> None:
