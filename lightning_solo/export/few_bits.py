@@ -13,6 +13,7 @@ from torch import nn
 from lightning_solo.attributes import replaced
 from lightning_solo.bitsandbytes_operators import bitsandbytes
 from lightning_solo.errors import CapabilityError, NothingToDoError, PresetError, listed
+from lightning_solo.export.trained_models import untied
 from lightning_solo.machine import is_installed
 from lightning_solo.nn.blocks import counted
 from lightning_solo.nn.named_weights import kept_parameters
@@ -78,7 +79,7 @@ def rounded(model: Any, bits: int) -> tuple[Any, str]:
     result = type(model).from_pretrained(
         None,
         config=copy.deepcopy(model.config),
-        state_dict={name: weight.clone() for name, weight in model.state_dict().items()},  # none shares memory
+        state_dict=untied(model.state_dict()),
         dtype=model.dtype,
         quantization_config=rounding(llm_int8_skip_modules=list(kept), **options),
         device_map={"": "cpu"},

@@ -456,7 +456,7 @@ def _with_weights(model: Any, weights: Mapping[str, Tensor], source: str, widest
     if any(weights[name].dtype is torch.float32 for name, _ in model.named_parameters() if name in weights):
         widest = torch.float32
     kernel = "sdpa" if model._supports_sdpa else "eager"  # others need a GPU
-    options: Any = {"attn_implementation": kernel, "state_dict": _untied(weights), "dtype": widest or model.dtype}
+    options: Any = {"attn_implementation": kernel, "state_dict": untied(weights), "dtype": widest or model.dtype}
     result = _from_pretrained(type(model), None, source, config=copy.deepcopy(model.config), **options)
     head = result.get_output_embeddings()
     if head is not None and head.weight is not result.get_input_embeddings().weight:
@@ -465,7 +465,7 @@ def _with_weights(model: Any, weights: Mapping[str, Tensor], source: str, widest
     return result
 
 
-def _untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def untied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return weights of which no two share memory, such as those that are tied in training alone."""
     first: dict[int, str] = {}
     return {
