@@ -92,7 +92,7 @@ class Probe(Technique):
         return proceed(loss)
 
     def clip(self, ctx: Any, proceed: Any, optimizer: Any, bound: float, by: str) -> None:
-        assert (bound, by) == (0.5, "norm")
+        assert (bound, by) in ((0.5, "norm"), (0.5, "value"))
         self.note("clip")
         proceed(optimizer, bound, by)
 

@@ -161,6 +161,7 @@ WORDS_IN_COMMON = {
     # what to write in the place of an old name
     "presets/old_spellings.py": {"compact_states", "gradient_release", "CompactStates", "GradientRelease"},
     "report/run_folder.py": {"throughput", "Throughput"},  # name and title of a chart
+    "seams/released_gradients.py": {"gradient_release"},  # the module of the mechanism
     "seams/run.py": {"gradient_release"},  # the module of the mechanism
     "sweeps": {"pruning", "Pruning"},  # of trials, as Optuna calls it
     "zero/config.py": {"activation_checkpointing"},  # a section of DeepSpeed's configuration

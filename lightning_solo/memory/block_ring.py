@@ -40,6 +40,7 @@ class BlockRing:
         blocks: tensors of each block, dense and without gradients; their ``.data`` becomes the copy on the host.
         device: on which they are used.
         window: number of buffers, at least 2.
+        remedy: what to write where the host has no room.
 
     Attributes:
         copies, copied_bytes: blocks copied to the device, and their bytes.
@@ -58,7 +59,13 @@ class BlockRing:
     (6, 256, 512)
     """
 
-    def __init__(self, blocks: Sequence[Sequence[Tensor]], device: torch.device, window: int = 2) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Sequence[Tensor]],
+        device: torch.device,
+        window: int = 2,
+        remedy: str = "store them in fewer bits",
+    ) -> None:
         self.device = device
         self.copies = self.copied_bytes = 0
         on_gpu = device.type == "cuda" and torch.cuda.is_available()
@@ -67,7 +74,7 @@ class BlockRing:
         self._stored: list[Tensor] = []
         for tensors in self._sources:  # one after the other, so that one block at most is in memory twice
             sizes = [(tensor.numel(), tensor.dtype) for tensor in tensors]
-            host_slabs.require_host_room("a block's weights", sizes, "store them in fewer bits")
+            host_slabs.require_host_room("a block's weights", sizes, remedy)
             stored, copies = host_slabs.host_copy(tensors, device)
             self._stored.append(stored)
             for tensor, copy in zip(tensors, copies, strict=True):
@@ -84,6 +91,7 @@ class BlockRing:
                 ]
                 for tensors, slot in ((each, self._slot(number)) for number, each in enumerate(self._sources))
             ]
+        self._written: dict[int, Any] = {}  # block -> the event of its last copy to the host
         _RINGS.add(self)
         self._running: list[int] = []
         self._order: tuple[int, int] = (-1, -1)  # the last two blocks that were loaded for use
@@ -154,7 +162,7 @@ class BlockRing:
     def _bring(self, number: int, *, ahead: bool = False) -> None:
         """Copy a block to its buffer unless it is there; ``ahead``: unless the buffer is in use."""
         slot = self._slot(number)
-        versions = [tensor._version for tensor in self._sources[number]]  # a state dict may have been loaded
+        versions = self._versions(number)  # a state dict may have been loaded
         if slot.holds == number and slot.versions == versions:
             return
         if slot.holds in self._running:
@@ -165,13 +173,21 @@ class BlockRing:
                 f" write window={len(self._slots) + 1}"
             )
         if slot.holds >= 0:
-            gone = self._loaded[slot.holds]
-            _set_versions(tuple(gone), (_GONE,) * len(gone))
+            self._leave(slot.holds)
         self._copy(slot, number)
         slot.holds, slot.versions = number, versions
         _set_versions(tuple(self._loaded[number]), (_LOADED,) * len(versions))
         self.copies += 1
         self.copied_bytes += self._stored[number].nbytes
+
+    def _versions(self, number: int) -> list[int]:
+        """Return the versions of a block's numbers on the host."""
+        return [tensor._version for tensor in self._sources[number]]
+
+    def _leave(self, number: int) -> None:
+        """Take a block off the device, whose buffer another one gets."""
+        gone = self._loaded[number]
+        _set_versions(tuple(gone), (_GONE,) * len(gone))
 
     def _copy(self, slot: _Slot, number: int) -> None:
         stored = self._stored[number]
@@ -181,6 +197,9 @@ class BlockRing:
             return
         # after the operators that use the buffer's last block
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        for event in (slot.emptied, self._written.get(number)):  # and after the copies from buffer and to the host
+            if event is not None:
+                self._stream.wait_event(event)
         with torch.cuda.stream(self._stream):
             target.copy_(stored, non_blocking=True)
             slot.copied = self._stream.record_event()
@@ -196,7 +215,8 @@ class _Slot:
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self.holds = -1
         self.versions: list[int] = []
-        self.copied: Any = None
+        self.copied: Any = None  # events of the last copies to it and from it
+        self.emptied: Any = None
 
 
 def _like(tensor: Tensor, part: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def host_copy(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, 
 
     Each copy has a storage of its own, so that it is saved without the others.
     """
-    (stored,) = host_tensors([(sum(_aligned(tensor.nbytes) for tensor in tensors), torch.uint8)], device)
+    (stored,) = host_tensors([(packed_bytes(tensors), torch.uint8)], device)
     if is_planned():
         return stored, placed(stored, tensors)
     memory, copies = stored.numpy(), []
@@ -57,6 +57,11 @@ def host_copy(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, 
         copies.append(flat.as_strided(tensor.shape, tensor.stride()))
         copies[-1].copy_(tensor)
     return stored, copies
+
+
+def packed_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of tensors in one piece, as `host_copy` lays them out."""
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
 def placed(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

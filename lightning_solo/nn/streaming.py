@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -185,10 +185,14 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and last == tensor.numel() - 1
 
 
-@contextmanager
-def away(records: Mapping[str, Streamed]) -> Iterator[None]:
+def away(records: Mapping[str, Streamed]) -> AbstractContextManager[None]:
     """Take the streamed weights out of their modules, so that these move to the device without them."""
-    places = [place for record in records.values() for place in record.places]
+    return taken_out([place for record in records.values() for place in record.places])
+
+
+@contextmanager
+def taken_out(places: Sequence[Place]) -> Iterator[None]:
+    """Take tensors out of their modules within a context."""
     for place in places:
         place.register[place.key] = None
     try:

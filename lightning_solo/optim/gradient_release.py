@@ -67,6 +67,7 @@ class StepInBackward:
 
     Attributes:
         observe: called with the norms of gradients before they are used; None measures none.
+        arriving: called with a parameter whose gradient is complete, before anything is done with it.
         losses: if given, kept gradients are only stepped with if they are finite; looked at with the gradients' norm.
 
     Raises:
@@ -93,6 +94,7 @@ class StepInBackward:
         self.optimizer, self.accumulation, self.buffer = optimizer, accumulation, buffer
         self.max_norm, self.max_value = max_norm, max_value
         self.observe: Observer | None = None
+        self.arriving: Callable[[Tensor], None] | None = None
         self.losses: Tensor | None = None
         self._immediate = ImmediateSteps(optimizer)
         self._compact = optimizer if isinstance(optimizer, CompactAdamW) else None
@@ -147,6 +149,10 @@ class StepInBackward:
             return self._step_kept()
         finally:
             self._sums.clear()
+
+    def flush(self) -> None:
+        """Step the parameters that wait for others, so that no weight changes later for a gradient of before."""
+        self._immediate.flush(self._bound)
 
     def _require_ended(self, *_: Any) -> None:
         if self.has_kept:
@@ -217,6 +223,8 @@ class StepInBackward:
         parameter.grad = None
         if gradient is None:
             return
+        if self.arriving is not None:
+            self.arriving(parameter)
         if gradient.is_sparse:
             require_dense(self.optimizer, [(parameter, gradient)])
         if not self.immediate:

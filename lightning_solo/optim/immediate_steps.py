@@ -52,7 +52,7 @@ class ImmediateSteps:
         self._waiting.append((parameter, gradient))
         self._waiting_bytes += gradient.nbytes
         if self._waiting_bytes > here.grouped_bytes:
-            self._step_waiting(bound)
+            self.flush(bound)
 
     def finish(self, bound: float) -> None:
         """End the window: step the queued parameters.
@@ -60,7 +60,7 @@ class ImmediateSteps:
         Raises:
             GradientError: a gradient was infinite or NaN.
         """
-        self._step_waiting(bound)
+        self.flush(bound)
         stepped, self._stepped = self._stepped, {}
         first = None
         on_device = {p: largest for p, largest in stepped.items() if largest is not None}
@@ -93,7 +93,8 @@ class ImmediateSteps:
             self._kernels[device] = kernels.kernels_on(device)
         return self._kernels[device]
 
-    def _step_waiting(self, bound: float) -> None:
+    def flush(self, bound: float) -> None:
+        """Step the queued parameters."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if waiting:
             self._step(waiting, bound)

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_solo.attributes import replaced
 from lightning_solo.memory import host_slabs
 from lightning_solo.memory.block_ring import BlockRing
+from lightning_solo.memory.weight_ring import WeightRing
 from lightning_solo.nn import quantized
 from lightning_solo.nn.offloading import Offloader
 from lightning_solo.optim import adamw_update, cpu_kernel, kernels, memory_order, split_weights, staging
@@ -174,8 +175,8 @@ def planned_offloading(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
 
 @contextmanager
 def planned_rings(tracer: Tracer) -> Iterator[None]:
-    """Record the copies of blocks to a GPU, which wait for the operators that use a buffer's last block."""
-    copy = BlockRing._copy
+    """Record the copies of blocks to a GPU, which wait for the operators that use a buffer's last block, and back."""
+    copy, back = BlockRing._copy, WeightRing._copy_back
 
     def copy_aside(self: BlockRing, slot: Any, number: int) -> None:
         if not tracer.fake:
@@ -188,7 +189,16 @@ def planned_rings(tracer: Tracer) -> Iterator[None]:
     def await_copy(self: BlockRing, slot: Any) -> None:
         tracer.copy(AWAITED, 0, slot.copied)
 
-    with replaced(BlockRing, "_copy", copy_aside), replaced(BlockRing, "_await_copy", await_copy):
+    def copy_back(self: WeightRing, slot: Any, number: int, size: int) -> None:
+        if not tracer.fake:
+            back(self, slot, number, size)
+        tracer.copy(TO_HOST, size, _RING_BUFFERS + self._slots.index(slot))
+
+    with (
+        replaced(BlockRing, "_copy", copy_aside),
+        replaced(BlockRing, "_await_copy", await_copy),
+        replaced(WeightRing, "_copy_back", copy_back),
+    ):
         yield
 
 

@@ -188,6 +188,17 @@ def moves_within(strategy: Any, context: Callable[[], AbstractContextManager[Any
     return replaced(strategy, "model_to_device", model_to_device)
 
 
+def after_optimizers(strategy: Any, then: Callable[[], None]) -> Any:
+    """Call a function once the user's optimizers are made, before techniques replace them."""
+    stock = strategy.setup_optimizers
+
+    def setup_optimizers(trainer: Any) -> None:
+        stock(trainer)
+        then()
+
+    return replaced(strategy, "setup_optimizers", setup_optimizers)
+
+
 def checkpoint_reads(strategy: Any, around: Around) -> Any:
     """Replace the strategy's function that reads a checkpoint from a path by ``around(stock)``."""
     return replaced(strategy, "load_checkpoint", around(strategy.load_checkpoint))

@@ -20,10 +20,13 @@ from torch import Tensor, nn
 from lightning_solo.ladder.measurement import Clock
 from lightning_solo.memory import host_slabs
 from lightning_solo.memory.host_slabs import host_tensors
+from lightning_solo.memory.weight_ring import WeightRing
 from lightning_solo.nn.blocks import repeated_blocks
 from lightning_solo.nn.disk_offloading import DiskOffloader
+from lightning_solo.nn.host_weights import store, weights_of_blocks
 from lightning_solo.nn.offloading import Offloader
 from lightning_solo.nn.recomputation import checkpoint_blocks, inputs_kept_in
+from lightning_solo.nn.streaming import stream_blocks, taken_out
 from lightning_solo.optim import CompactAdamW, StepInBackward, adamw_update, state_placement
 from lightning_solo.optim.staging import Staging
 from tests.modules import Stack, loader, regression
@@ -310,6 +313,93 @@ def test_a_backward_fails_while_tensors_come_back() -> None:
     gc.collect()
     others = [torch.full(SHAPE, 3.0, device=CUDA) for _ in range(40)]
     assert all(other.sum().item() == 3 * 32 * 64 for other in others)
+
+
+# --- weights on the host ---
+
+
+def stored(net: nn.Module, window: int) -> WeightRing:
+    """Move a stack's blocks to the host, and the rest to the device."""
+    blocks = repeated_blocks(net)
+    records, places = stream_blocks(blocks), weights_of_blocks(net, blocks)
+    ring = store(places, records, CUDA, window)
+    with taken_out([place for each in places.values() for place in each]):
+        net.to(CUDA)
+    return ring
+
+
+def trained(
+    window: int | None, states: str = "device", checkpointed: bool = False, frozen: bool = False
+) -> list[list[Tensor]]:
+    """Return the weights after each of four steps, read by the host at once; with the blocks' on the host."""
+    torch.manual_seed(1)
+    net = Stack(6, 32)
+    for block in net.blocks if frozen else ():
+        block.up.requires_grad_(False)
+    ring = None if window is None else stored(net, window)
+    if ring is None:
+        net.to(CUDA)
+    if checkpointed:
+        checkpoint_blocks(repeated_blocks(net), verify=False)
+    made: list[list[Tensor]] = []
+    if ring is not None:
+        ring.leave_host()
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    optimizer: Any = (
+        CompactAdamW(parameters, lr=1e-2, master_bits=32, state_budget=0)
+        if states == "host"
+        else torch.optim.AdamW(parameters, lr=1e-2, foreach=False)
+    )
+    if states == "host":
+        optimizer.place_states()
+    with StepInBackward(optimizer) as release:
+        if ring is not None:
+            ring.rest()
+            release.arriving, ring.flush = ring.update, release.flush
+        for step in range(4):
+            if ring is not None:
+                ring.begin()
+            x = torch.linspace(-1, 1, 8 * 32, device=CUDA).reshape(8, 32) * (step + 1)
+            net(x).square().sum().backward()
+            release.step()
+            if ring is not None:
+                ring.rest()
+            made.append([p.detach().cpu().clone() for p in net.parameters()])
+            with torch.no_grad():
+                net(x)  # as a validation does
+    if ring is not None:
+        assert ring.stores == 6 * 4
+        ring.close()
+    return made
+
+
+@pytest.mark.usefixtures("held_back")
+@pytest.mark.parametrize(
+    ("window", "states", "checkpointed", "frozen"),
+    [(2, "device", False, False), (3, "host", True, False), (2, "device", True, True), (6, "host", False, False)],
+)
+def test_blocks_come_are_updated_and_go_back(window: int, states: str, checkpointed: bool, frozen: bool) -> None:
+    assert equal(trained(window, states, checkpointed, frozen), trained(None, states, checkpointed, frozen))
+
+
+@pytest.mark.usefixtures("held_back")
+def test_a_block_is_updated_again_while_it_goes_back_and_is_changed_on_the_host() -> None:
+    net = Stack(4, 32)
+    ring = stored(net, 3)
+    weight = net.blocks[0].up.weight
+    before = weight.detach().clone()
+    for _ in range(3):
+        ring.begin()
+        with torch.no_grad():
+            for number in (0, 1, 0, 2, 3):
+                ring.load(number)
+                ring.update(weight)  # from 1 and 2 on it comes late
+                weight.add_(1)
+        ring.rest()
+        before += 5
+        assert torch.allclose(weight, before)
+        before -= 1
+        net.blocks[0].up.load_state_dict({"weight": weight.detach() - 1, "bias": net.blocks[0].up.bias.detach()})
 
 
 # --- fits ---

@@ -17,6 +17,7 @@ import lightning_solo as solo
 from lightning_solo.cards.footprint import Request, Sizes, plain_footprint
 from lightning_solo.cli import export
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
+from lightning_solo.export.members import load_members
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim.averages import Average
 from lightning_solo.optim.split_weights import join
@@ -523,12 +524,12 @@ def test_snapshots_are_the_weights_at_the_ends_of_cycles_and_are_averaged(make_t
         assert torch.allclose(value, torch.stack([end[name] for end in ends]).mean(0))
     assert equal(values_of(module), average.averaged_weights)
     module.trainer.save_checkpoint(tmp_path / "last.ckpt")
-    members = solo.load_members(Cyclic(), tmp_path / "last.ckpt")
+    members = load_members(Cyclic(), tmp_path / "last.ckpt")
     assert [values_of(member).keys() for member in members] == [ends[0].keys()] * 2
     assert equal([values_of(member) for member in members], ends[1:])
     assert not members[0].training
     with pytest.raises(CheckpointError, match=mentions("last.ckpt", "Regression", "head")):
-        solo.load_members(regression(L, Stack(outputs=2)), tmp_path / "last.ckpt")
+        load_members(regression(L, Stack(outputs=2)), tmp_path / "last.ckpt")
 
 
 def test_resumed_run_continues_its_cycle(make_trainer: Make, tmp_path: Path) -> None:
@@ -546,7 +547,7 @@ def test_resumed_run_continues_its_cycle(make_trainer: Make, tmp_path: Path) -> 
     assert whole.average.updates == rest.average.updates == 3
     assert equal(whole.average.members, rest.average.members)
     with pytest.raises(CheckpointError, match=mentions("3.ckpt", "members=4")):
-        solo.load_members(Cyclic(), tmp_path / "3.ckpt")
+        load_members(Cyclic(), tmp_path / "3.ckpt")
 
 
 @pytest.mark.long

@@ -8,15 +8,10 @@ from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.footprint import Footprint, Request, without_gradients
 from lightning_solo.cards.phase import Phase
+from lightning_solo.cards.released_gradients import scaled_gradients
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
-REMOVAL = "~callback.gradient_release"
-"""The override that removes the technique, as messages name it."""
-SCALED = (
-    "callback.gradient_release and precision=16-mixed, whose gradients are scaled until the step; write"
-    f" precision=bf16-mixed, or {REMOVAL}"
-)
-"""Why 16-mixed is refused, and the remedy."""
+OPTION = "callback.gradient_release"
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,7 @@ class Settings(TechniqueSettings):
 
 
 def _scaled_gradients(settings: Settings, configuration: Configuration) -> str | None:
-    return SCALED if configuration.precision == "16-mixed" else None
+    return scaled_gradients(OPTION, configuration.precision)
 
 
 def footprint(settings: Settings, request: Request, before: Footprint) -> Footprint:

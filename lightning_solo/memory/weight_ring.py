@@ -1,0 +1,196 @@
+"""Blocks of trained weights in host memory, which pass through buffers on the device, and go back once updated.
+
+A parameter stays the same object. Its numbers are, in ``.data``:
+
+- between steps those on the host, so that whatever reads or loads them there finds the latest;
+- in a step those in its block's buffer, while the block is there;
+- in a step NaN on the device, while they aren't there: what reads a weight outside its block so gets no number of
+  another block. On another device autograd would give the parameter another node for its gradients, and a block that
+  is called twice would get two halves of one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_solo.memory import host_slabs
+from lightning_solo.memory.block_ring import BlockRing, _set_versions
+
+_GONE = 2**20
+"""Added to the versions of parameters that aren't in their buffer: autograd then refuses them."""
+
+
+class WeightRing(BlockRing):
+    """A `BlockRing` of parameters, whose updates on the device it copies back to the host.
+
+    While a block is updated, the one before goes back and the next ones come, each on a stream of its own direction.
+
+    Args:
+        blocks: parameters of each block; their ``.data`` becomes the copy on the host.
+        device: on which they are used.
+        window: number of buffers, at least 2.
+        remedy: what to write where the host has no room.
+
+    Attributes:
+        stores, stored_bytes: blocks copied back to the host, and their bytes: only what is trained goes back.
+        flush: called before a block goes back; takes the steps that still wait for others.
+
+    Raises:
+        BudgetError: as `BlockRing`.
+
+    >>> weights = [torch.nn.Parameter(torch.full((2,), float(n))) for n in range(4)]
+    >>> ring = WeightRing([[weight] for weight in weights], torch.device("cpu"), window=2)
+    >>> ring.begin()
+    >>> with ring.using(0), torch.no_grad():
+    ...     ring.update(weights[0]); _ = weights[0].add_(1)
+    >>> ring.load(2); weights[0].isnan().all().item()  # another block has the buffer
+    True
+    >>> ring.rest(); weights[0].tolist()
+    [1.0, 1.0]
+    """
+
+    def __init__(
+        self, blocks: Sequence[Sequence[Tensor]], device: torch.device, window: int = 3, remedy: str = ""
+    ) -> None:
+        # what is trained first: it goes back in one piece
+        super().__init__([sorted(each, key=lambda p: not p.requires_grad) for each in blocks], device, window, remedy)
+        self.stores = self.stored_bytes = 0
+        self.flush: Callable[[], None] = lambda: None
+        self._numbers = {p: number for number, tensors in enumerate(self._sources) for p in tensors}
+        self._home = [[p.data for p in tensors] for tensors in self._sources]
+        self._there = [[part.data for part in parts] for parts in self._loaded]
+        self._nan: dict[torch.dtype, Tensor] = {}
+        self._down: Any = None if self._stream is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._shown: set[int] = set()  # blocks whose parameters have their numbers on the device
+        self._away: dict[int, list[int]] = {}  # block whose parameters have none -> their versions before
+        self._updated: set[int] = set()  # blocks that are to go back
+        self._is_in_step = False
+
+    def begin(self) -> None:
+        """Begin a step: from now on parameters are on the device, with numbers or without."""
+        self._is_in_step = True
+        for number in range(len(self._sources)):
+            if number not in self._shown and number not in self._away:
+                self._go_away(number)
+
+    def rest(self) -> None:
+        """End a step: all numbers are on the host, and all parameters have those; waits for the copies."""
+        for number in [*self._updated]:
+            self._store(number)
+        for number in {*self._shown, *self._away}:
+            self._go_home(number)
+        self._is_in_step = False
+        for stream in filter(None, (self._stream, self._down)):
+            stream.synchronize()
+
+    def leave_host(self) -> None:
+        """Give all parameters their place on the device, which is full of NaN, for those who make states for them."""
+        for buffer in self.buffers:
+            buffer.fill_(0xFF)  # NaN in all types
+        for number, tensors in enumerate(self._there):
+            self._set(number, tensors)
+            self._shown.add(number)
+
+    def close(self) -> None:
+        """Free the buffers, after the parameters have their numbers on the host."""
+        if self._slots:
+            self.flush = lambda: None  # steps that still wait are dropped
+            self.rest()
+        super().close()
+        self._there = []
+
+    @contextmanager
+    def using(self, number: int) -> Iterator[list[Tensor]]:
+        """Give a block's parameters their numbers on the device; outside a step they are then on the host again."""
+        with super().using(number) as tensors:
+            yield tensors
+        if not self._is_in_step and number not in self._running:
+            self._go_home(number)
+
+    def load(self, number: int) -> None:
+        """Give a block's parameters their numbers on the device; blocks that have been updated go back."""
+        for other in self._updated - {number, *self._running}:
+            self._store(other)
+        super().load(number)
+        if number not in self._shown:
+            self._set(number, self._there[number])
+            self._shown.add(number)
+
+    def update(self, p: Tensor) -> None:
+        """Make ready for an update of a parameter on the current stream; its block then goes back to the host."""
+        number = self._numbers.get(p)
+        if number is None:
+            return
+        if number not in self._shown:  # its gradient comes after those of the blocks that came in its place
+            self.load(number)
+        slot = self._slot(number)
+        if number not in self._updated and slot.emptied is not None:  # it is still read
+            torch.cuda.current_stream(self.device).wait_event(slot.emptied)
+        self._updated.add(number)
+
+    def _store(self, number: int) -> None:
+        self.flush()
+        self._updated.discard(number)
+        slot, tensors = self._slot(number), self._sources[number]
+        trained = max((n for n, p in enumerate(tensors) if p.requires_grad), default=-1) + 1
+        size = host_slabs.packed_bytes(tensors[:trained])
+        self._copy_back(slot, number, size)
+        slot.versions = self._versions(number)
+        self.stores += 1
+        self.stored_bytes += size
+
+    def _copy_back(self, slot: Any, number: int, size: int) -> None:
+        target, source = self._stored[number][:size], slot.buffer[:size]
+        if self._down is None:
+            target.copy_(source)
+            return
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._down):
+            target.copy_(source, non_blocking=True)
+            slot.emptied = self._written[number] = self._down.record_event()
+
+    def _bring(self, number: int, *, ahead: bool = False) -> None:
+        if number not in self._updated:  # else its buffer has newer numbers than the host
+            super()._bring(number, ahead=ahead)
+
+    def _versions(self, number: int) -> list[int]:
+        versions, before = super()._versions(number), self._away.get(number)
+        if before is None:
+            return versions
+        return [old if new == old + _GONE else new for new, old in zip(versions, before, strict=True)]
+
+    def _leave(self, number: int) -> None:
+        if number in self._updated:
+            self._store(number)
+        if number in self._shown:
+            self._go_away(number) if self._is_in_step else self._go_home(number)
+
+    def _go_away(self, number: int) -> None:
+        self._set(number, [self._absent(p) for p in self._sources[number]])
+        before = super()._versions(number)
+        _set_versions(tuple(self._sources[number]), tuple(version + _GONE for version in before))
+        self._away[number] = before
+
+    def _absent(self, p: Tensor) -> Tensor:
+        """Return a tensor as a parameter, of one number."""
+        if p.dtype not in self._nan:
+            with torch.inference_mode(False):
+                self._nan[p.dtype] = torch.full((), math.nan, dtype=p.dtype, device=self.device)
+        return self._nan[p.dtype].expand(p.shape)
+
+    def _go_home(self, number: int) -> None:
+        self._set(number, self._home[number])
+
+    def _set(self, number: int, data: Sequence[Tensor]) -> None:
+        """Set the parameters' ``.data``, with the versions that they had before they went away."""
+        _set_versions(tuple(self._sources[number]), tuple(self._versions(number)))
+        self._away.pop(number, None)
+        self._shown.discard(number)
+        for p, each in zip(self._sources[number], data, strict=True):
+            p.data = each

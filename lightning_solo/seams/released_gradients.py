@@ -1,0 +1,222 @@
+"""Parameters that step in backward, where their gradients are freed, with any optimizer of a run."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_solo.attributes import replaced
+from lightning_solo.cards.released_gradients import scaled_gradients
+from lightning_solo.errors import ConflictError
+from lightning_solo.optim.gradient_release import StepInBackward
+from lightning_solo.seams import patches
+from lightning_solo.seams.homes import part
+from lightning_solo.seams.hooks import gradient_names, uses_gradients
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Technique
+from lightning_solo.units import format_bytes
+
+CLIPPING = {"clip_gradients", "configure_gradient_clipping"}
+"""Lightning's functions that clip, under released gradients too."""
+VARYING = sys.maxsize
+"""Number of micro-batches that stands for a varying one: an open window resumes only in a run with the same number."""
+
+
+class ReleasedGradients(Technique):
+    """Base of techniques that step the optimizer in backward, gradient by gradient.
+
+    Under manual optimization, as of GANs, gradients are kept until the step, and the log says so.
+
+    Attributes:
+        option: the technique's, which messages tell how to remove.
+        buffer: where gradients are kept for accumulation or clipping by norm, "device" or "host".
+    """
+
+    option: ClassVar[str]
+    buffer: str
+
+    def _init_state(self) -> None:
+        self._release: StepInBackward | None = None
+        self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step
+        self._zeroed: bool | None = None  # whether zero_grad was called since the last step; None: as by Lightning
+        self._warned: set[str] = set()
+
+    @property
+    def _word(self) -> str:
+        return self.option.rpartition(".")[2]
+
+    @property
+    def release(self) -> StepInBackward | None:
+        """The mechanism of this run; None outside a fit, and under manual optimization."""
+        return self._release
+
+    def transform(self, ctx: Run) -> None:
+        """Refuse a precision that scales gradients until the step.
+
+        Raises:
+            ConflictError: the precision is 16-mixed; the message says what to write.
+        """
+        if message := scaled_gradients(self.option, ctx.precision):
+            raise ConflictError(message)
+
+    def optimizers(self, ctx: Run, optimizers: list[Optimizer], schedulers: Sequence[Any]) -> list[Optimizer]:
+        """Release the optimizer's gradients; under manual optimization keep them, and log their bytes.
+
+        Raises:
+            ConflictError: an optimizer whose step needs all gradients at once.
+        """
+        if not ctx.module.automatic_optimization:  # two backward calls may come before a step
+            kept = format_bytes(sum(p.nbytes for p in ctx.module.parameters() if p.requires_grad))
+            ctx.info(f"{self._word}: gradients, {kept} on the device until the step (manual optimization)")
+            return optimizers
+        (optimizer,) = optimizers  # automatic optimization has one
+        self._clips_by_hand = self._look_at_hooks(ctx)
+        self._zeroed = None
+        if part(ctx.home, "utilities.model_helpers").is_overridden("optimizer_zero_grad", ctx.module):
+            self._zeroed = False
+            ctx.undo.enter_context(replaced(optimizer, "zero_grad", partial(self._zero, optimizer.zero_grad)))
+        if "parameter_names" not in vars(optimizer):  # for messages
+            vars(optimizer)["parameter_names"] = {p: name for name, p in ctx.module.named_parameters()}
+            ctx.undo.callback(vars(optimizer).pop, "parameter_names", None)
+        value = ctx.trainer.gradient_clip_val or None
+        algorithm = ctx.trainer.gradient_clip_algorithm
+        by_value = str(getattr(algorithm, "value", algorithm)) == "value"
+        by_hand = self._clips_by_hand
+        self._release = release = StepInBackward(
+            optimizer,
+            accumulation=_micro_batches(ctx),
+            max_norm=math.inf if by_hand or (value and not by_value) else None,
+            max_value=float(value) if value and by_value and not by_hand else None,
+            buffer=self.buffer,
+        )
+        ctx.undo.callback(self._stop)
+        if self.buffer == "host" and not release.immediate:
+            release.allocate()
+        ctx.release, ctx.window.gradients_stay = release, False
+        # parameters hold no gradients that Lightning could clip
+        ctx.undo.enter_context(patches.without_clipping(ctx.strategy.precision_plugin))
+        ctx.info(f"{self._word}: gradients, {self._words(ctx, release)}")
+        return optimizers
+
+    def _look_at_hooks(self, ctx: Run) -> bool:
+        """Warn of hooks that will find no gradients; return whether the module overrides Lightning's clipping."""
+        overridden = part(ctx.home, "utilities.model_helpers").is_overridden
+        callback = part(ctx.home, "callbacks").Callback
+        found: list[tuple[str, Any]] = []
+        if overridden("backward", ctx.module) and uses_gradients(ctx.module.backward):
+            found.append(("backward", ctx.module))
+        for hook in ("on_after_backward", "on_before_optimizer_step"):
+            found += [(hook, ctx.module)] if overridden(hook, ctx.module) else []
+            found += [
+                (hook, each)
+                for each in ctx.trainer.callbacks
+                if not type(each).__module__.startswith("lightning_solo.")
+                and overridden(hook, each, callback)
+                and uses_gradients(getattr(each, hook))
+            ]
+        for hook, owner in found:
+            self._warn_once(
+                f"{type(owner).__name__}.{hook} finds no .grad: gradients are released in backward; to log their"
+                f" norms write +callback=gradient_norm; if it changes gradients, write ~{self.option}"
+            )
+        if not overridden("configure_gradient_clipping", ctx.module):
+            return False
+        names = gradient_names(ctx.module.configure_gradient_clipping)
+        if names and names.isdisjoint(CLIPPING):
+            raise ConflictError(
+                f"{type(ctx.module).__name__}.configure_gradient_clipping clips by itself, but parameters have no"
+                " .grad there, since gradients are released in backward; call self.clip_gradients(optimizer, bound,"
+                f" 'norm') in it, or write ~{self.option}"
+            )
+        return True
+
+    def _words(self, ctx: Run, release: StepInBackward) -> str:
+        if release.immediate:
+            return "released in backward"
+        kept, count = release.kept_bytes, sum(p.numel() for p in ctx.module.parameters() if p.requires_grad)
+        each = kept / max(1, count)
+        return f"{each:.2f} bytes per parameter: {format_bytes(kept)} on the {self.buffer} until the step"
+
+    def _stop(self) -> None:
+        release, self._release = self._release, None
+        self._clipped = False
+        if release is not None:
+            release.remove()
+
+    def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
+        """Run backward, which uses or keeps each gradient."""
+        release = self._release
+        if release is None:  # manual optimization
+            return proceed(loss)
+        release.watch()  # include parameters that have been unfrozen since
+        if not release.has_kept:  # a window begins; other callbacks may change its length
+            release.accumulation = _micro_batches(ctx)
+        return proceed(loss)
+
+    def clip(self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, bound: float, by: str) -> None:
+        """Clip in the step that follows.
+
+        Raises:
+            ConflictError: backward has used the gradients already.
+        """
+        release = self._release
+        if release is None or not bound or bound <= 0:
+            proceed(optimizer, bound, by)
+            return
+        name = "max_value" if by == "value" else "max_norm"
+        if release.immediate and getattr(release, name) != bound:
+            raise ConflictError(
+                f"self.clip_gradients(..., {bound}): gradients are released in backward; write"
+                f" Trainer(gradient_clip_val={bound}), or override configure_gradient_clipping and call it there"
+            )
+        setattr(release, name, float(bound))
+        self._clipped = True
+        proceed(optimizer, bound, by)
+
+    def step(
+        self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
+    ) -> Any:
+        """Run the window's last micro-batch, which steps in backward, or step with the kept gradients after it."""
+        release = self._release
+        if release is None:
+            return proceed(optimizer, closure, **options)
+        result = closure()
+        if self._clips_by_hand and not self._clipped:
+            self._warn_once(
+                "configure_gradient_clipping didn't call self.clip_gradients(...), and clipped nothing: gradients are"
+                " released in backward, and parameters have no .grad"
+            )
+        if self._zeroed is not None:
+            if not self._zeroed:
+                self._warn_once(
+                    f"{type(ctx.module).__name__}.optimizer_zero_grad left the gradients of the last step, but they are"
+                    f" released in backward, and don't count again; if they are to, write ~{self.option}"
+                )
+            self._zeroed = False
+        release.step()
+        self._clipped = False
+        if not release.immediate and release.max_norm is not None:
+            release.max_norm, release.max_value = math.inf, None  # until the next call of clip_gradients
+        # no parameter has a gradient any more; this is for other techniques, the optimizer's hooks and schedulers
+        return proceed(optimizer, lambda: result, **options)
+
+    def _zero(self, stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._zeroed = True
+        stock(*args, **kwargs)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
+
+
+def _micro_batches(ctx: Run) -> int:
+    """Return the factor, or `VARYING` if it varies: a resumed fit doesn't know it at its start."""
+    return VARYING if ctx.window.varies else ctx.window.factor

@@ -1,0 +1,1 @@
+"""The technique `weights_on_host`."""

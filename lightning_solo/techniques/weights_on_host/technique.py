@@ -1,0 +1,270 @@
+"""Weights on the host: each block's come to the device ahead of their use, are updated in backward, and go back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_solo.errors import ConflictError, NothingToDoError, RefusedStepError
+from lightning_solo.memory.category_peaks import is_compiled
+from lightning_solo.memory.weight_ring import WeightRing
+from lightning_solo.nn.blocks import counted, named_blocks
+from lightning_solo.nn.forwards import restore_forwards
+from lightning_solo.nn.host_weights import leaving, store, weights_of_blocks
+from lightning_solo.nn.streaming import Streamed, stream_blocks, taken_out
+from lightning_solo.optim.gradient_release import StepInBackward
+from lightning_solo.optim.param_groups import parameters_of
+from lightning_solo.seams import patches
+from lightning_solo.seams.homes import part
+from lightning_solo.seams.released_gradients import ReleasedGradients
+from lightning_solo.seams.run import Run
+from lightning_solo.seams.technique import Checkpoint
+from lightning_solo.techniques.weights_on_host.card import CARD, OPTION, Settings
+from lightning_solo.units import format_bytes
+
+
+class WeightsOnHost(ReleasedGradients, Settings):
+    """Stores the weights of blocks on the host; each block's are on the device while it runs, and while it is updated.
+
+    Parameters step in backward, as under gradient release, with any optimizer that this serves. Between steps all
+    weights are on the host. An evaluation without a fit brings the blocks' weights, too.
+
+    Raises:
+        PresetError: an argument is ill-formed.
+    """
+
+    phase = CARD.phase
+    option = OPTION
+    buffer = "device"
+    joins_evaluation = True
+
+    def _init_state(self) -> None:
+        super()._init_state()
+        self._ring: WeightRing | None = None
+        self._blocks: dict[str, nn.Module] = {}
+        self._is_checked = False
+
+    @property
+    def ring(self) -> WeightRing | None:
+        """The buffers and copies of the current or last run."""
+        return self._ring
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Qualified names of the blocks whose weights are on the host; empty outside a run."""
+        return tuple(self._blocks)
+
+    # --- set-up ---
+
+    def transform(self, ctx: Run) -> None:
+        """Keep the blocks' weights on the host while the module moves to the device.
+
+        Raises:
+            ConflictError: a fit whose gradients are needed together, or compiled blocks; the message says what to
+                write.
+        """
+        self._ring, self._is_checked = None, False
+        if ctx.training:
+            super().transform(ctx)
+            _refuse(ctx)
+        blocks = named_blocks(ctx.module, self.blocks, f"{OPTION}.blocks")
+        _refuse_compiled(ctx.module, blocks)
+        records = stream_blocks(blocks)
+        ctx.undo.callback(self._leave, blocks)
+        ctx.undo.enter_context(patches.moves_within(ctx.strategy, lambda: self._moving(ctx, blocks, records)))
+        ctx.undo.enter_context(patches.after_optimizers(ctx.strategy, self._leave_host))
+
+    @contextmanager
+    def _moving(self, ctx: Run, blocks: Mapping[str, nn.Module], records: Mapping[str, Streamed]) -> Iterator[None]:
+        """Copy the weights, which have their final type by now, to their slabs; move the module without them.
+
+        Raises:
+            BudgetError: the host has too little memory, or the budget is too small.
+            NothingToDoError: no block has weights that leave.
+        """
+        places = weights_of_blocks(ctx.module, blocks)
+        chosen = leaving(ctx.module, places, self.budget)
+        if not chosen and ctx.training:
+            why = "all weights fit into weight_budget" if places else f"no weights in {counted(blocks.values())}"
+            raise NothingToDoError(f"{OPTION}: {why}; write ~{OPTION}")
+        if not chosen:
+            yield
+            return
+        self._ring = ring = store(chosen, records, ctx.device, self.window)
+        self._blocks = {name: blocks[name] for name in chosen}
+        for each in {ctx.module, *(each for block in self._blocks.values() for each in block.modules())}:
+            handle = each.register_state_dict_pre_hook(_AtRest(ring))  # should one be asked for in a step
+            ctx.undo.callback(handle.remove)
+        ctx.info(
+            f"weights_on_host: weights of {counted(self._blocks.values())} are on the host"
+            f" ({format_bytes(ring.host_bytes)}), and pass through {format_bytes(ring.device_bytes)} on the device"
+        )
+        with taken_out([place for each in chosen.values() for place in each]):
+            yield
+
+    def _leave_host(self) -> None:
+        if self._ring is not None:
+            self._ring.leave_host()
+
+    def optimizers(self, ctx: Run, optimizers: list[Optimizer], schedulers: Sequence[Any]) -> list[Optimizer]:
+        """Release the optimizer's gradients, unless another technique does; its states have their places by now.
+
+        Raises:
+            ConflictError: an optimizer whose step needs all gradients at once.
+        """
+        if not any(isinstance(each, ReleasedGradients) and each is not self for each in ctx.techniques):
+            optimizers = super().optimizers(ctx, optimizers, schedulers)
+        if self._ring is not None:
+            self._ring.rest()
+        return optimizers
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Bring a parameter's block for its update.
+
+        Raises:
+            ConflictError: gradients are kept until the step.
+        """
+        super().on_train_start(trainer, pl_module)
+        ring, release = self._ring, self._release_of_run
+        if ring is None:
+            return
+        if release is None or not release.immediate:
+            raise ConflictError(
+                f"{OPTION} updates each block in backward, and gradients are kept until the step; write ~{OPTION}"
+            )
+        release.arriving, ring.flush = ring.update, release.flush
+
+    @property
+    def _release_of_run(self) -> StepInBackward | None:
+        return None if self.ctx is None else self.ctx.release
+
+    # --- steps ---
+
+    def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Begin a step.
+
+        Raises:
+            ConflictError: it takes several micro-batches by now.
+        """
+        _refuse_accumulation(ctx)
+        if self._ring is not None:
+            self._ring.begin()
+        return proceed(*args, **kwargs)
+
+    def step(
+        self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
+    ) -> Any:
+        """Step in backward, then wait until all weights are on the host again.
+
+        Raises:
+            RefusedStepError: a gradient is infinite or NaN.
+        """
+        try:
+            result = super().step(ctx, proceed, optimizer, closure, **options)
+        except RuntimeError as error:
+            if isinstance(error, RefusedStepError) or "inplace operation" in str(error):
+                why = f"under {OPTION} a weight that is used outside its block is NaN there"
+                error.args = (f"{error}; {why}: write the classes of blocks without it, {OPTION}.blocks=[ClassName]",)
+            raise
+        if self._ring is not None:
+            self._ring.rest()
+        return result
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Warn after the first batch if no block was called."""
+        if not self._is_checked and self._ring is not None and not self._ring.copies:
+            rank_zero_warn(
+                f"weights_on_host: none of {', '.join(self._blocks)} was called as block(x), so their weights stayed on"
+                f" the host; write the classes of those that are, {OPTION}.blocks=[ClassName]"
+            )
+        self._is_checked = True
+
+    def checkpoint(self, ctx: Run) -> Checkpoint:
+        """Return how optimizer states are loaded to the device that the weights come to."""
+        return _States(ctx, self._ring)
+
+    def _leave(self, blocks: Mapping[str, nn.Module]) -> None:
+        restore_forwards(blocks.values(), Streamed)
+        if self._ring is not None:
+            self._ring.close()
+        self._blocks = {}
+
+
+class _AtRest:
+    """Puts all numbers onto the host before a state dict is made; does nothing in copies and pickles."""
+
+    def __init__(self, ring: WeightRing | None = None) -> None:
+        self._ring = ring
+
+    def __call__(self, *_: Any) -> None:
+        if self._ring is not None:
+            self._ring.rest()
+
+    def __reduce__(self) -> Any:
+        return _AtRest, ()
+
+
+class _States(Checkpoint):
+    """Moves loaded optimizer states to the device on which their parameters are updated."""
+
+    def __init__(self, ctx: Run, ring: WeightRing | None) -> None:
+        self._ctx, self._ring = ctx, ring
+
+    @torch.no_grad()
+    def load_states(self, proceed: Callable[..., Any], checkpoint: Mapping[str, Any]) -> None:
+        """Load states; those that aren't placed on the host went to where the weights are between steps."""
+        proceed(checkpoint)
+        for optimizer in self._ctx.strategy.optimizers if self._ring is not None else ():
+            placed: Mapping[Tensor, Any] = getattr(optimizer, "host_states", {})
+            for p in parameters_of(optimizer):
+                state = optimizer.state.get(p, {}) if p not in placed else {}
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and name != "step":
+                        state[name] = value.to(self._ctx.device)
+
+
+def _refuse(ctx: Run) -> None:
+    """Refuse what needs the gradients of all blocks at once."""
+    trainer, module = ctx.trainer, ctx.module
+    if not module.automatic_optimization:
+        raise ConflictError(f"{OPTION} and manual optimization, which keeps gradients until the step; write ~{OPTION}")
+    _refuse_accumulation(ctx)
+    algorithm = trainer.gradient_clip_algorithm
+    by_value = str(getattr(algorithm, "value", algorithm)) == "value"
+    if trainer.gradient_clip_val and not by_value:
+        raise ConflictError(
+            f"{OPTION} updates each block before the norm of all gradients is known, and"
+            f" gradient_clip_val={trainer.gradient_clip_val} clips by it; write"
+            " Trainer(gradient_clip_algorithm='value') with a bound of each element, gradient_clip_val=None, or"
+            f" ~{OPTION}"
+        )
+    if part(ctx.home, "utilities.model_helpers").is_overridden("configure_gradient_clipping", module):
+        raise ConflictError(
+            f"{type(module).__name__}.configure_gradient_clipping clips after backward, and {OPTION} updates each block"
+            f" in it; remove the method and write Trainer(gradient_clip_algorithm='value'), or ~{OPTION}"
+        )
+
+
+def _refuse_accumulation(ctx: Run) -> None:
+    if ctx.training and ctx.window.accumulates:
+        raise ConflictError(
+            f"{OPTION} updates each block in the backward of one micro-batch, and"
+            f" accumulate_grad_batches={ctx.window.factor}; write accumulate_grad_batches=1 and larger batches, or"
+            f" ~{OPTION}"
+        )
+
+
+def _refuse_compiled(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    inside = {id(block) for block in blocks.values()}
+    for name, each in module.named_modules():
+        if is_compiled(each) and any(id(inner) in inside for inner in each.modules()):
+            raise ConflictError(
+                f"{OPTION}: {name or 'the whole module'} is compiled, and blocks get their weights as they run;"
+                f" compile parts inside the blocks, or write ~{OPTION}"
+            )
