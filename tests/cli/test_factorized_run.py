@@ -42,6 +42,7 @@ def test_a_run_is_exported_with_the_factors_that_it_was_trained_with(
     assert "not measured" in write_factorized(alone)[-1]
 
 
+@pytest.mark.long
 def test_a_run_is_factorized_after_training(make_trainer: Make, tmp_path: Path) -> None:
     module = finished(tmp_path / "run", make_trainer, TINY)
     with pytest.raises(NothingToDoError, match=mentions("+callback=low_rank", "--rank 64")):

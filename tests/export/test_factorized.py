@@ -19,6 +19,7 @@ from lightning_solo.errors import CheckpointError, NothingToDoError
 from lightning_solo.export.factorized import export_factorized
 from lightning_solo.nn.factorized_layers import load
 from lightning_solo.nn.factorizing import factorize_embedding, factorize_linear, merge_factors
+from tests.conftest import long
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
 from tests.training import equal
@@ -51,7 +52,7 @@ def model() -> Any:
     return names["Tied"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, long(torch.bfloat16)])
 def test_it_loads_without_this_package_and_computes_the_same(model: Any, tmp_path: Path, dtype: torch.dtype) -> None:
     module = model().to(dtype)
     factorize_linear(module, 5)

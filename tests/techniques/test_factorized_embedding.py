@@ -123,7 +123,7 @@ def test_padding_stays_zero() -> None:
     assert module.embedding(ids)[0, 2].any()
 
 
-@pytest.mark.parametrize("kind", ["T5", long("GPT2"), long("Bert"), long("Llama")])
+@pytest.mark.parametrize("kind", [long("T5"), long("GPT2"), long("Bert"), long("Llama")])
 def test_models_of_transformers(kind: str) -> None:
     torch.manual_seed(0)
     task = {"T5": "ForConditionalGeneration", "Bert": "ForMaskedLM"}.get(kind, "ForCausalLM")

@@ -167,7 +167,7 @@ def test_shared_layers_share_factors_and_what_cannot_be_factorized_is_listed() -
     assert not module.frozen[0].weight.requires_grad
 
 
-@pytest.mark.parametrize("kind", ["GPT2", long("Llama"), long("T5"), long("Mixtral"), long("Bert")])
+@pytest.mark.parametrize("kind", [long("GPT2"), long("Llama"), long("T5"), long("Mixtral"), long("Bert")])
 def test_models_of_transformers(kind: str) -> None:
     torch.manual_seed(0)
     task = {"T5": "ForConditionalGeneration", "Bert": "ForMaskedLM"}.get(kind, "ForCausalLM")
@@ -225,7 +225,7 @@ def test_a_layer_loads_into_a_plain_sequence(make_trainer: Make) -> None:
     assert torch.equal(plain(x), module.net.blocks[0].up(x))
 
 
-@pytest.mark.parametrize(("rank", "after_fit"), [(4, "keep"), (0.6, "keep"), (0.6, "merge")])
+@pytest.mark.parametrize(("rank", "after_fit"), [long(4, "keep"), (0.6, "keep"), (0.6, "merge")])
 def test_a_resumed_run_ends_as_the_undisturbed_one(
     make_trainer: Make, tmp_path: Path, rank: int | float, after_fit: str
 ) -> None:
