@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -415,10 +416,20 @@ def _runner(path: Path, format: str) -> Callable[[Mapping[str, Tensor]], list[Te
         from onnx.reference import ReferenceEvaluator
 
         session = ReferenceEvaluator(str(path))
-    return lambda inputs: [
-        torch.from_numpy(each)
-        for each in session.run(None, {name: tensor.cpu().numpy() for name, tensor in inputs.items()})
-    ]
+    return partial(_run_session, session)
+
+
+def _run_session(session: Any, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    try:
+        outputs = session.run(None, {name: tensor.cpu().numpy() for name, tensor in inputs.items()})
+    except Exception as error:  # the reference evaluator lacks cases of some operators
+        evaluator = type(session).__name__
+        another = "pip install onnxruntime, which checks the file instead, or " * (evaluator == "ReferenceEvaluator")
+        raise CapabilityError(
+            f"the file can't be checked: {evaluator} fails on the graph ({_reason(error)}); {another}write --format"
+            f" torch_export; {INSTEAD}"
+        ) from error
+    return [torch.from_numpy(each) for each in outputs]
 
 
 @contextmanager

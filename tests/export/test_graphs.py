@@ -28,6 +28,7 @@ from lightning_solo.errors import CapabilityError, CheckpointError, ConflictErro
 from lightning_solo.export import graphs
 from lightning_solo.export.graphs import SUFFIXES, export_graph
 from lightning_solo.export.trained_weights import load_trained_weights
+from lightning_solo.machine import is_installed
 from tests.messages import mentions
 
 Make = Callable[..., Any]
@@ -197,6 +198,20 @@ def test_modules_that_have_no_graph_are_refused(
     with pytest.raises(error, match=mentions(module.__name__, *words)):
         export_graph(module(), BATCH, tmp_path / "a.pt2", "torch_export")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(is_installed("onnxruntime"), reason="ONNX's own evaluator isn't used")
+def test_a_graph_that_the_evaluator_cannot_run_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+
+    class Gathers(Plain):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            wide = self.net(x).repeat(1, 30)  # it gathers from 64 columns at most
+            return wide.gather(1, torch.arange(3).expand(wide.shape[0], 3))
+
+    with pytest.raises(CapabilityError, match=mentions("can't be checked", "pip install onnxruntime", "torch_export")):
+        export_graph(Gathers(), BATCH, tmp_path / "net.onnx", "onnx")
+    assert not (tmp_path / "net.onnx").exists()
 
 
 def test_a_forward_that_needs_the_trainer_is_refused_after_a_fit_too(make_trainer: Make, tmp_path: Path) -> None:
