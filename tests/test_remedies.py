@@ -305,7 +305,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "export/adapter_folder.py": 2,
         "export/conversion.py": 2,
         "export/generation_files.py": 1,
-        "export/graphs.py": 15,
+        "export/graphs.py": 16,
         "export/pretrained.py": 10,
         "export/soft_labels.py": 3,
         "export/sources.py": 4,
