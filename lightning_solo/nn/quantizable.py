@@ -86,11 +86,12 @@ def chosen_weights(
         if p.ndim < 2:
             continue
         mine = [pattern for pattern, names in hits.items() if names & weight.users.keys()]
-        left, table = _table(weight, apart.get(id(p)), settings)
+        reason, table = _table(weight, apart.get(id(p)), settings)
+        others = (unsuitable(part, full.rpartition(".")[2], p) for full, part in weight.layers.items())
+        reason = reason or next(filter(None, others), None)  # a tied weight is stored in one way for all its layers
         for full, part in weight.layers.items():
             name, _, own = full.rpartition(".")
             is_listed = embeddings != "unchanged" or kind_of(part, own) != "embedding"
-            reason = left or unsuitable(part, own, p)
             if reason is None:
                 matched.update(mine)
             if p.requires_grad and reason is None:

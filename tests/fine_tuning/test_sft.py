@@ -70,6 +70,8 @@ def test_the_whole_path(kind: str, model_folder: Folder, chats: Path, tmp_path: 
     words = ["experiment=sft", f"model.path={model}", f"data.path={chats}", "data.max_length=64", "data.cache=cache"]
     words += ["solo=qlora", "solo.callback.accumulation_schedule.milestones=[[0,2]]", "trainer.max_epochs=10"]
     words += ["model.sample_tokens=8", "trainer.log_every_n_steps=1"]
+    if kind == "Llama":
+        words += ["solo.callback.quantized_base.embeddings=host", "solo.callback.quantized_base.head=int8"]
     if kind in ("Mixtral", "Qwen3Moe"):  # experts of three dimensions
         words += ["solo.callback.adapters.targets=[q_proj,v_proj]"]
     output = call(tmp_path, "train", *words, "run=first", "trainer.max_steps=4")

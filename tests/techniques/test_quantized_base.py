@@ -144,6 +144,12 @@ def test_heads_embeddings_and_attention_are_left_out_and_ties_stay() -> None:
     }
     with pytest.raises(NothingToDoError, match=f"head=int8: .*{remedy}.*head=unchanged"):
         chosen_weights(module, head="int8")
+    module.embedding.__class__ = type("Scaled", (nn.Embedding,), {"forward": lambda self, x: 2 * super().forward(x)})
+    module.two.__class__ = type("Own", (nn.Linear,), {"forward": lambda self, x: x})
+    choice = chosen_weights(module, embeddings="int8", head="int8", required=False)
+    assert list(choice.modules) == ["positions"]  # neither the embedding's head nor the other's tied layer
+    with pytest.raises(NothingToDoError, match=r"head.weight .*head=unchanged|embeddings=unchanged"):
+        chosen_weights(module, head="int8", embeddings="int8")
     module.head.weight.requires_grad_(True)
     with pytest.raises(NothingToDoError, match=r"head=host: .*no frozen output head"):
         chosen_weights(module, embeddings="host", head="host")
