@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from lightning_solo.atomic_files import read_json
 from lightning_solo.data.tokenizers import add_tokens, chat_template_of, new_tokens_of, tokenizer_of
 from lightning_solo.errors import CapabilityError, CheckpointError, ConflictError, NothingToDoError, listed
+from lightning_solo.export.pruned_config import smaller_config
+from lightning_solo.export.pruned_structure import RECORD as PRUNED
+from lightning_solo.export.pruned_structure import structure_of
 from lightning_solo.export.sources import checkpoint_of, read
 from lightning_solo.export.weights import source_of, widest_weights
 from lightning_solo.machine import is_installed
@@ -196,7 +199,8 @@ def _of_module(
     prefix = f"{name}." if name else ""
     weights, formats = _weights_of(module, widest, unaveraged=unaveraged)
     own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
-    model = _with_weights(live, {plain_key(key): value for key, value in own.items()}, type(module).__name__, widest)
+    plain = {plain_key(key): value for key, value in own.items()}
+    model = _with_weights(live, plain, type(module).__name__, widest, structure_of(module))
     if live.can_generate():
         model.generation_config = copy.deepcopy(live.generation_config)
     saved = (read_json(folder / "config.json") or {}) if folder is not None else {}
@@ -274,7 +278,7 @@ def _of_checkpoint(source: Path, folder: Path | None, widest: torch.dtype | None
         own = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
         _enlarge(model, own)
         trained = TrainedModel(model, folder=folder, dtype=model.dtype, words=words, notes=_left_out(weights, prefix))
-        trained.model = _with_weights(model, own, str(path), widest)
+        trained.model = _with_weights(model, own, str(path), widest, checkpoint.get(PRUNED))
         return trained
     config = AdapterConfig(**record["config"])
     modules = {name for name, _ in model.named_modules()}
@@ -445,19 +449,27 @@ def _enlarge(model: Any, weights: Mapping[str, Tensor]) -> None:
         model.resize_token_embeddings(rows, mean_resizing=False)
 
 
-def _with_weights(model: Any, weights: Mapping[str, Tensor], source: str, widest: torch.dtype | None) -> Any:
+def _with_weights(
+    model: Any,
+    weights: Mapping[str, Tensor],
+    source: str,
+    widest: torch.dtype | None,
+    structure: Mapping[str, Any] | None,
+) -> Any:
     """Return a model like another with these weights and buffers, in fp32 if one of them is, so that it can compute.
 
-    An output head of which the weight differs from the embedding's is untied, also in the configuration.
+    It is smaller if channels or heads were removed. An output head of which the weight differs from the embedding's is untied, also in the configuration.
 
     Raises:
         CheckpointError: a weight is missing, or has another shape.
+        ConflictError: the configuration can't say the smaller sizes.
     """
     if any(weights[name].dtype is torch.float32 for name, _ in model.named_parameters() if name in weights):
         widest = torch.float32
     kernel = "sdpa" if model._supports_sdpa else "eager"  # others need a GPU
     options: Any = {"attn_implementation": kernel, "state_dict": untied(weights), "dtype": widest or model.dtype}
-    result = _from_pretrained(type(model), None, source, config=copy.deepcopy(model.config), **options)
+    config = copy.deepcopy(model.config) if structure is None else smaller_config(model, weights, structure)
+    result = _from_pretrained(type(model), None, source, config=config, **options)
     head = result.get_output_embeddings()
     if head is not None and head.weight is not result.get_input_embeddings().weight:
         for config in (result.config, result.config.get_text_config(decoder=True)):

@@ -11,6 +11,7 @@ import torch
 from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.errors import CheckpointError
 from lightning_solo.export.adapter_files import load_adapters
+from lightning_solo.export.pruned_structure import load_sizes
 from lightning_solo.export.sources import read
 from lightning_solo.fine_tuning.causal_lm import HFCausalLM
 from lightning_solo.nn.adapter_weights import RECORD
@@ -45,6 +46,7 @@ def load_trained(checkpoint: Path, device: torch.device, base: Path | None = Non
     if RECORD in content:
         load_adapters(module, checkpoint)
     else:
+        load_sizes(module, content)
         module.load_state_dict(content["state_dict"])
     data = content.get("datamodule_hyper_parameters", {})
     own, template = data.get("tokenizer", arguments["path"]), data.get("chat_template")

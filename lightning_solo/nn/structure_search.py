@@ -143,6 +143,8 @@ class _Search:
 
     def _of_layer(self, name: str, numbers: list[int]) -> Structure | str:
         """Return the structure of a layer's inputs, or why there is none."""
+        if not numbers and isinstance(self.module.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
+            return "torch's MultiheadAttention computes the width of a head from their number"
         if not numbers:
             return "not called by the first batch, or its weight is read by something else"
         found: Structure | None = None

@@ -69,7 +69,7 @@ class Structured:
         shapes = {each.path: list(tensor_of(module, each).shape) for one in good for each in one.slices}
         removal = remove(module, good, kept)
         self._indices = removal.indices
-        setattr(module, RECORD, _joined(record, shapes, removal, good, kept, ours))
+        setattr(module, RECORD, _joined(record, shapes, removal, good, ours))
         after = sum(p.numel() for p in module.parameters())
         sizes = [f"{int(kept[each.layer].sum())} of {each.units} of {each.layer}" for each in good]
         others = listed([f"{name} ({reason})" for name, reason in {**left_out, **reasons}.items()], 3)
@@ -171,7 +171,8 @@ class Structured:
         else:
             kept = {}
             for each in structures:
-                first = record.get("units", {}).get(each.layer, each.units)  # before earlier fits
+                inputs = record.get("inputs", {}).get(each.kind, {}).get(each.layer, [1, 1])
+                first = each.units * inputs[0] // inputs[1]  # before earlier fits
                 count = max(0, each.units - first + round(amount * first))
                 kept[each.layer] = torch.ones(each.units, dtype=torch.bool)
                 kept[each.layer][scores[each.layer].argsort(stable=True)[:count]] = False
@@ -235,17 +236,23 @@ def _joined(
     shapes: Mapping[str, list[int]],
     removal: Removal,
     structures: Sequence[Structure],
-    kept: Mapping[str, Tensor],
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the record of a module after a removal, with that of earlier ones."""
-    before = record or {"sizes": {}, "numbers": {}, "units": {}, "settings": []}
+    """Return the record of a module after a removal, with that of earlier ones.
+
+    It has the shape of each smaller tensor before and after, changed attributes, by kind the inputs of each layer before
+    and after, and the settings.
+    """
+    before = record or {"sizes": {}, "numbers": {}, "inputs": {}, "settings": []}
     sizes = {name: [before["sizes"].get(name, [shapes[name]])[0], size] for name, size in removal.sizes.items()}
-    units = {each.layer: before["units"].get(each.layer, each.units) for each in structures}
+    inputs = {kind: dict(layers) for kind, layers in before["inputs"].items()}
+    for each in structures:
+        own = each.slices[0]
+        inputs.setdefault(each.kind, {})[each.layer] = [size[own.dim] for size in sizes[own.path]]
     return {
         "sizes": {**before["sizes"], **sizes},
         "numbers": {**before["numbers"], **removal.numbers},
-        "units": {**before["units"], **units},
+        "inputs": inputs,
         "settings": [*before["settings"], dict(settings)],
     }
 
