@@ -609,18 +609,26 @@ def snapshots_table(result: dict[str, Any]) -> str:
 
 
 def pruning_table(result: dict[str, Any]) -> str:
-    """Return the losses of a byte GPT with pruned weights, and the bytes of its exports."""
-    rows = [["none", "0", str(result["control"]), "", "1.00"]]
-    for row in result["rows"]:
-        share = f"{row['bytes'] / result['bytes_fp32']:.2f}"
-        rows.append([row["way"], f"{row['pruned']:,}", str(row["loss"]), f"{row['more than control']:+.4f}", share])
+    """Return the losses of a byte GPT with pruned weights, at each rate, and the bytes of its exports."""
+    controls = list(result["controls"].items())
+    rows = [
+        ["none", "0", f"{result['parameters']:,}", *(cell for _, loss in controls for cell in (str(loss), "")), "1.00"]
+    ]
+    for way in dict.fromkeys(row["way"] for row in result["rows"]):
+        same = [row for row in result["rows"] if row["way"] == way]
+        losses = [cell for row in same for cell in (str(row["loss"]), f"{row['more than control']:+.4f}")]
+        share = f"{same[0]['bytes'] / result['bytes_fp32']:.2f}"
+        rows.append([way, f"{same[0]['pruned']:,}", f"{same[0]['parameters']:,}", *losses, share])
     explained = (
         f"Validation loss in nats per byte of a byte GPT of {result['parameters']:,} parameters: trained for"
         f" {result['base_steps']:,} steps ({result['base']}), pruned, and trained for {result['steps']} steps more, all"
-        " of one seed. The embedding isn't pruned. Bytes are those of the exported file, of the weights in fp32."
+        f" of one seed, at the learning rate {controls[0][0]}, or at that of the base with 10 warm-up steps. The"
+        " embedding isn't pruned. Bytes are those of the exported file at the first rate, of the weights in fp32."
     )
-    header = ["pruned", "weights that are 0", "loss", "above none", "bytes"]
-    return table(header, rows) + note(result, result["command"], explained)
+    at = [column for rate, _ in controls for column in (f"loss at {rate}", "above none")]
+    return table(["pruned", "weights that are 0", "parameters", *at, "bytes"], rows) + note(
+        result, result["command"], explained
+    )
 
 
 def low_rank_table(result: dict[str, Any]) -> str:

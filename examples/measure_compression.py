@@ -60,8 +60,8 @@ def train(module: Any, steps: int, callbacks: Sequence[Any] = (), seed: int = 0)
     return module
 
 
-def base() -> Any:
-    """Return the base model, trained at the first call on this machine."""
+def base(rate: float = MORE_RATE, warmup_steps: int = 0) -> Any:
+    """Return the base model, trained at the first call on this machine, to be trained further."""
     import torch
 
     FOLDER.mkdir(exist_ok=True)
@@ -70,7 +70,7 @@ def base() -> Any:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():
             torch.save(train(byte_gpt(), BASE_STEPS).state_dict(), file)
-    module = byte_gpt(MORE_RATE, warmup_steps=0)
+    module = byte_gpt(rate, warmup_steps)
     module.load_state_dict(torch.load(file, weights_only=True))
     return module
 
@@ -298,24 +298,32 @@ PRUNED: dict[str, dict[str, Any]] = {
 }
 
 
+PRUNED_RATES = ((MORE_RATE, 0), (RATE, 10))
+"""Learning rates of the further steps, each with its number of warm-up steps."""
+
+
 def pruning() -> dict[str, Any]:
-    """Measure losses after further steps with pruned weights, and bytes of their exports."""
+    """Measure losses after further steps with pruned weights, at two rates, and bytes of their exports."""
     import lightning_solo as solo
 
-    control, rows = held_out(more()), []
-    for name, settings in PRUNED.items():
-        technique = solo.Pruning(**settings)
-        module = more([technique])
-        with tempfile.TemporaryDirectory() as folder:
-            solo.export_pruned(module, Path(folder, "pruned"))
-            size = Path(folder, "pruned", "model.safetensors").stat().st_size
-        row = {"way": name, "pruned": sum(technique.pruned.values()), "loss": held_out(module), "bytes": size}
-        row["more than control"] = round(row["loss"] - control, 4)
-        rows.append(row)
-        print(row, flush=True)
+    rows, controls = [], {}
+    for rate, warmup_steps in PRUNED_RATES:
+        control = controls[str(rate)] = held_out(train(base(rate, warmup_steps), STEPS, seed=1))
+        for name, settings in PRUNED.items():
+            technique = solo.Pruning(**settings)
+            module = train(base(rate, warmup_steps), STEPS, [technique], seed=1)
+            with tempfile.TemporaryDirectory() as folder:
+                solo.export_pruned(module, Path(folder, "pruned"))
+                size = Path(folder, "pruned", "model.safetensors").stat().st_size
+            row = {"way": name, "rate": rate, "loss": held_out(module), "bytes": size}
+            row["pruned"] = sum(technique.pruned.values())
+            row["parameters"] = sum(p.numel() for p in module.parameters())
+            row["more than control"] = round(row["loss"] - control, 4)
+            rows.append(row)
+            print(row, flush=True)
     return {
         "base": held_out(base()),
-        "control": control,
+        "controls": controls,
         "parameters": sum(p.numel() for p in base().parameters()),
         "bytes_fp32": sum(p.nbytes for p in base().parameters()),
         "rows": rows,

@@ -18,7 +18,7 @@ TAKES = (
     " gguf [--base-folder FOLDER] [--tokenizer FOLDER]; of hf and gguf [--base dequantized|original]; of hf"
     " [--shard-size 5GB] [--bits 4|8]; of gguf [--llama-cpp FOLDER] [--quantize q4_k_m]; of quantized [--bits 4]"
     " [--group-size 32] [--activations int8] [--layers PATTERN,...]; of factorized [--rank 64] [--layers PATTERN,...];"
-    " of onnx and torch_export [--batch 1:1024] [--length 1:512]; of these four [--allow PREFIX]"
+    " of onnx and torch_export [--batch 1:1024] [--length 1:512]; of these and pruned [--allow PREFIX]"
 )
 _CHOICES = {"format": tuple(FORMATS), "dtype": DTYPES, "base": BASES}
 

@@ -117,11 +117,15 @@ def compared(before: Any, after: Any, data: Any, as_trained: Callable[[], object
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     try:
+<<<<<<< HEAD
         readings = {"before" if as_trained is None else "with full weights": _validated(before, data)}
         if as_trained is not None:
             as_trained()
             readings["rounded as in training"] = _validated(before, data)
         readings["after"] = _validated(after, data)
+=======
+        readings = [validated(module, data) for module in (before, after)]
+>>>>>>> f5508f89 (Exports of pruned runs print losses and seconds; pruned models of transformers have a configuration of their sizes; pruning is measured at two learning rates)
     except MisconfigurationException:
         return ["loss and seconds: not measured, since the run has no validation"]
     (metrics, seconds), *_, (_, seconds_after) = readings.values()
@@ -136,7 +140,7 @@ def compared(before: Any, after: Any, data: Any, as_trained: Callable[[], object
     ]
 
 
-def _validated(module: Any, data: Any) -> tuple[dict[str, float], float]:
+def validated(module: Any, data: Any) -> tuple[dict[str, float], float]:
     """Return the logged metrics and the least seconds of a batch."""
     import lightning as L
 

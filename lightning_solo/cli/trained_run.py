@@ -142,14 +142,18 @@ def run_of(source: Path, allow: Sequence[str], in_python: str) -> TrainedRun:
     return open_run(folder, "last" if source.is_dir() else str(source), allow=allow)
 
 
-def parts_of(run: TrainedRun) -> tuple[Any, Any]:
-    """Return a run's module, as small as its checkpoint, with the weights that it begins with; and its data."""
+def parts_of(run: TrainedRun, *, whole: bool = False) -> tuple[Any, Any]:
+    """Return a run's module with the weights that it begins with, and its data.
+
+    It is as small as its checkpoint, unless it is to be ``whole``, as before channels or heads were removed.
+    """
     from lightning_solo.cli.train import build_parts
     from lightning_solo.export.pruned_structure import RECORD, load_sizes, structure_of
 
     module, data = build_parts(run.checked)
     module.configure_model()
-    load_sizes(module, {RECORD: structure_of(run.checkpoint)})
+    if not whole:
+        load_sizes(module, {RECORD: structure_of(run.checkpoint)})
     return module, data
 
 

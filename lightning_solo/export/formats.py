@@ -23,7 +23,7 @@ FORMATS = {
     "weights": Format("lightning_solo.export.weights:write_weights", ("dtype", "live")),
     "hf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "shard_size", "bits", "live")),
     "adapter": Format(_FOLDER, ("dtype", "base_folder", "tokenizer", "live")),
-    "pruned": Format("lightning_solo.export.pruned:write_pruned", ("dtype", "live")),
+    "pruned": Format("lightning_solo.cli.pruned_run:write_pruned", ("dtype", "live", "allow")),
     "gguf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "llama_cpp", "quantize", "live")),
     "quantized": Format(
         "lightning_solo.cli.quantized_run:write_quantized", ("bits", "group_size", "activations", "layers", "allow")

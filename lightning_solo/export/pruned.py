@@ -71,11 +71,6 @@ def export_pruned(
     ]
 
 
-def write_pruned(source: Path, output: Path | None = None, format: str = "pruned", **options: Any) -> list[str]:
-    """Write the weights of a checkpoint as `export_pruned` does, for the command line."""
-    return export_pruned(source, output, **options)
-
-
 def _compressed(
     weights: dict[str, Tensor], *, required: bool
 ) -> tuple[dict[str, Tensor], dict[str, tuple[str, list[int]]]]:

@@ -458,7 +458,8 @@ def _with_weights(
 ) -> Any:
     """Return a model like another with these weights and buffers, in fp32 if one of them is, so that it can compute.
 
-    It is smaller if channels or heads were removed. An output head of which the weight differs from the embedding's is untied, also in the configuration.
+    It is smaller if channels or heads were removed. An output head of which the weight differs from the embedding's is
+    untied, also in the configuration.
 
     Raises:
         CheckpointError: a weight is missing, or has another shape.

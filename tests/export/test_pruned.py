@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lightning_solo as solo
 from lightning_solo.cli import export as command
+from lightning_solo.cli import train
 from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError
 from lightning_solo.export.pruned import export_pruned
 from lightning_solo.export.sparse_weights import compressed, expanded, load, weights
@@ -138,3 +139,19 @@ def test_exports_that_save_nothing_or_replace_something_are_refused(tmp_path: Pa
         export_pruned(pruned_module(), tmp_path / "small")
     export_pruned(pruned_module(), tmp_path / "small", "bf16", overwrite=True)
     assert weights(tmp_path / "small")["body.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.long
+def test_the_command_measures_a_run_without_half_of_its_channels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["+solo/callback=pruning", "solo.callback.pruning.amount=0.5", "solo.callback.pruning.pattern=channels"]
+    sizes = ["model.width=32", "model.depth=1", "trainer.max_steps=2"]
+    train.run(["model=byte_gpt_tiny", "solo=baseline", f"root={tmp_path}", "run=first", *sizes, *settings])
+    capsys.readouterr()
+    assert command.run([str(tmp_path / "first"), "--format", "pruned", "--output", str(tmp_path / "small")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    losses = [line.split() for line in lines if line.startswith("validation/loss:")]
+    assert losses[0][1] == losses[0][3]
+    assert [line for line in lines if line.startswith("seconds of a validation batch with all channels")]
+    assert weights(tmp_path / "small")["blocks.0.mlp.up.weight"].shape == (64, 32)

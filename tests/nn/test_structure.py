@@ -231,7 +231,8 @@ LEFT_OUT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         ), "b", "a.weight",
     ),
     "attention of torch": (
-        lambda: Written(lambda x, net: net.a(x, x, x)[0], a=nn.MultiheadAttention(8, 2)), "a.out_proj", "MultiheadAttention",
+        lambda: Written(lambda x, net: net.a(x, x, x)[0], a=nn.MultiheadAttention(8, 2)),
+        "a.out_proj", "MultiheadAttention",
     ),
     "embedding": (
         lambda: Written(lambda x, net: net.a(net.e(x.argmax(1))), e=nn.Embedding(8, 8), a=nn.Linear(8, 4)),

@@ -240,8 +240,8 @@ def _joined(
 ) -> dict[str, Any]:
     """Return the record of a module after a removal, with that of earlier ones.
 
-    It has the shape of each smaller tensor before and after, changed attributes, by kind the inputs of each layer before
-    and after, and the settings.
+    It has the shapes of each smaller tensor before and after, changed attributes, by kind the numbers of inputs of each
+    layer before and after, and the settings.
     """
     before = record or {"sizes": {}, "numbers": {}, "inputs": {}, "settings": []}
     sizes = {name: [before["sizes"].get(name, [shapes[name]])[0], size] for name, size in removal.sizes.items()}
