@@ -117,15 +117,11 @@ def compared(before: Any, after: Any, data: Any, as_trained: Callable[[], object
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     try:
-<<<<<<< HEAD
-        readings = {"before" if as_trained is None else "with full weights": _validated(before, data)}
+        readings = {"before" if as_trained is None else "with full weights": validated(before, data)}
         if as_trained is not None:
             as_trained()
-            readings["rounded as in training"] = _validated(before, data)
-        readings["after"] = _validated(after, data)
-=======
-        readings = [validated(module, data) for module in (before, after)]
->>>>>>> f5508f89 (Exports of pruned runs print losses and seconds; pruned models of transformers have a configuration of their sizes; pruning is measured at two learning rates)
+            readings["rounded as in training"] = validated(before, data)
+        readings["after"] = validated(after, data)
     except MisconfigurationException:
         return ["loss and seconds: not measured, since the run has no validation"]
     (metrics, seconds), *_, (_, seconds_after) = readings.values()
