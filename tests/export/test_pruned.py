@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import lightning_solo as solo
 from lightning_solo.cli import export as command
 from lightning_solo.cli import train
+from lightning_solo.cli.pruned_run import write_pruned
 from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError
 from lightning_solo.export.pruned import export_pruned
 from lightning_solo.export.sparse_weights import compressed, expanded, load, weights
@@ -153,5 +155,8 @@ def test_the_command_measures_a_run_without_half_of_its_channels(
     lines = capsys.readouterr().out.splitlines()
     losses = [line.split() for line in lines if line.startswith("validation/loss:")]
     assert losses[0][1] == losses[0][3]
-    assert [line for line in lines if line.startswith("seconds of a validation batch with all channels")]
+    assert len([line for line in lines if line.startswith("seconds of")]) == 2
+    alone = tmp_path / "alone.ckpt"
+    shutil.copy(tmp_path / "first" / "checkpoints" / "last.ckpt", alone)
+    assert not [line for line in write_pruned(alone, tmp_path / "of_file") if line.startswith("seconds of")]
     assert weights(tmp_path / "small")["blocks.0.mlp.up.weight"].shape == (64, 32)

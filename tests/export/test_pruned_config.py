@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import lightning_solo as solo
 from lightning_solo.errors import ConflictError
+from lightning_solo.export.pruned_config import smaller_config
 from tests.messages import mentions
 from tests.models import small_batch, small_model
 
@@ -72,6 +73,8 @@ def test_the_folder_has_the_smaller_sizes(
 
 def test_sizes_that_no_configuration_can_say_are_refused(make_trainer: Make, tmp_path: Path) -> None:
     module = pruned(make_trainer, "GPT2", ["heads"])
+    with pytest.raises(ConflictError, match=mentions("format='hf'", "--format pruned")):
+        smaller_config(module.model, module.model.state_dict(), module.pruned_structure)
     with pytest.raises(ConflictError, match=mentions("GPT2LMHeadModel", "callback.pruning", "--format pruned")):
         solo.export_pretrained(module, tmp_path / "model")
     assert not (tmp_path / "model").exists()
