@@ -84,10 +84,13 @@ class Watch(L.Callback):
         self.losses: list[float] = []
         self.states: list[dict[str, Tensor]] = []
         self.devices: set[str] = set()
+        self.places: set[tuple[str, str, str]] = set()  # of optimizer states
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *args: Any) -> None:
         self.losses.append(float(outputs["loss"]))
         self.devices |= {p.device.type for p in pl_module.net.blocks.parameters()}
+        states = [(name, trainer.optimizers[0].state.get(p, {})) for name, p in pl_module.named_parameters()]
+        self.places |= {(name, key, state[key].device.type) for name, state in states for key in state}
         self.states.append({name: p.detach().cpu().clone() for name, p in pl_module.named_parameters()})
 
 
@@ -103,6 +106,7 @@ def fit(make_trainer: Make, *callbacks: Any, module: Any = None, batches: int = 
 
 def assert_same(one: tuple[Any, Watch], other: tuple[Any, Watch]) -> None:
     assert one[1].losses == other[1].losses
+    assert one[1].places == other[1].places
     assert equal(one[1].states, other[1].states)
     assert equal(one[0].cpu(), other[0].cpu())
     assert not equal(one[1].states[0], one[1].states[-1])
@@ -314,12 +318,17 @@ def test_checkpoints_are_as_without_it_and_a_resumed_run_is_exact(
 ) -> None:
     precision, techniques = TECHNIQUES[others]
 
+    places = []
+
     def run(name: str, *callbacks: Any, **options: Any) -> tuple[Any, str]:
-        saves = ModelCheckpoint(tmp_path / name, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+        watch, saves = (
+            Watch(),
+            ModelCheckpoint(tmp_path / name, every_n_train_steps=3, save_top_k=-1, filename="{step}"),
+        )
         module, batches = module_of(), loader(3, width=WIDTH)
         trainer = make_trainer(
             L,
-            callbacks=[*callbacks, *techniques(), saves],
+            callbacks=[watch, *callbacks, *techniques(), saves],
             max_epochs=2,
             enable_checkpointing=True,
             precision=precision,
@@ -331,6 +340,7 @@ def test_checkpoints_are_as_without_it_and_a_resumed_run_is_exact(
         for block in module.net.blocks:
             block.drop.p = 0.0  # no random states are saved
         trainer.fit(module, batches, **options)
+        places.append(watch.places)
         return module, str(tmp_path / name / "step=3.ckpt")
 
     plain, saved = run("plain", GradientRelease())
@@ -344,6 +354,7 @@ def test_checkpoints_are_as_without_it_and_a_resumed_run_is_exact(
         resumed, _ = run("resumed", WeightsOnHost(), ckpt_path=start)
         assert equal(resumed.cpu(), whole.cpu())
     assert equal(whole.cpu(), plain.cpu())
+    assert all(each == places[0] for each in places)
 
 
 class Fails(L.Callback):
