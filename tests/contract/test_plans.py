@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_solo.cards.card import Card, resources
 from lightning_solo.cards.phase import Phase
+from lightning_solo.nn.prunable import prunable_weights
 from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
@@ -60,7 +61,7 @@ def test_planned_bytes_are_those_of_a_real_fit(card: Card, tmp_path: Path) -> No
     elif card.name == "gradient_norm":  # what it logs waits on the device
         assert 0 < real - plan.peak_bytes <= 16
     elif card.name == "pruning":  # its masks are older than the ledger; a table of 256 numbers too
-        bits = sum(p.numel() for p in module_of(package).parameters() if p.requires_grad and p.ndim > 1)
+        bits = sum(p.numel() for p in prunable_weights(module_of(package)).weights.values())
         assert plan.peak_bytes - real == bits // 8 + 256 * 8
     elif card.name == "distillation":  # the teacher is no part of the module, whose bytes the ledger counts
         assert plan.peak_bytes - real == sum(t.nbytes for t in module_of(package).parameters())
