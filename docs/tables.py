@@ -649,7 +649,7 @@ def low_rank_table(result: dict[str, Any]) -> str:
 
 
 def quantization_table(result: dict[str, Any]) -> str:
-    """Return the losses of a byte GPT in few bits, the seconds of a step, and the speed of exported layers."""
+    """Return the losses of a byte GPT in few bits."""
     rows = [
         [
             str(row["bits"]),
@@ -663,6 +663,21 @@ def quantization_table(result: dict[str, Any]) -> str:
         for row in result["rows"]
     ]
     heads = ["bits", "group", "MB", "base", "control, rounded afterwards", "trained so", "share of the gap recovered"]
+    explained = (
+        f"A byte GPT after {result['base_steps']} steps (base, in fp32 {result['base']:.4f} nats per byte and"
+        f" {result['bytes_fp32'] / 1e6:.2f} MB) and after {result['steps']} more (control, {result['control']:.4f}), or"
+        " the same steps with rounded weights; one seed, 8,192 bytes of held-out text. Embeddings and the tied head"
+        " stay in fp32. Losses are those of exported models; logits equal those of training to the bit in every row."
+    )
+    inputs = "".join(
+        f" With 8 bits by rows and activations={row['activations']} the base has {row['base']:.4f}."
+        for row in result.get("inputs", ())
+    )
+    return table(heads, rows) + note(result, result["command"], explained + inputs)
+
+
+def quantization_times_table(result: dict[str, Any]) -> str:
+    """Return the seconds of a step with rounded weights, and the speed of exported layers."""
     steps = [[row["way"], f"{row['seconds']:.3f}", f"{row['of fp32']:.2f}"] for row in result["step_times"]]
     speeds = [
         [
@@ -673,21 +688,13 @@ def quantization_table(result: dict[str, Any]) -> str:
         ]
         for row in result["inference"]
     ]
-    explained = (
-        f"A byte GPT after {result['base_steps']} steps (base, in fp32 {result['base']:.4f} nats per byte and"
-        f" {result['bytes_fp32'] / 1e6:.2f} MB) and after {result['steps']} more (control, {result['control']:.4f}), or"
-        " the same steps with rounded weights; one seed, 8,192 bytes of held-out text. Embeddings and the tied head"
-        " stay in fp32. Losses are those of exported models; logits equal those of training to the bit in every row."
-        f" Speed: {result['layers']}, best of 60 turns."
-    )
+    explained = f"{result['layers']}, best of 60 turns."
     return "\n\n".join(
         (
-            table(heads, rows),
             table(["training step", "median seconds", "of fp32"], steps),
             table(["exported layers", "MB", "x fp32, batch 1", "x fp32, batch 64", "error"], speeds),
-            note(result, result["command"], explained).strip(),
         )
-    )
+    ) + note(result, result["command"], explained)
 
 
 def formats() -> str:
@@ -999,6 +1006,7 @@ TABLES = {
     "low_rank_cpu.json": low_rank_table,
     "pruning_cpu.json": pruning_table,
     "quantization_cpu.json": quantization_table,
+    "quantization_times_cpu.json": quantization_times_table,
     "quantized_loading_cpu.json": quantized_loading_table,
     "distillation_cpu.json": distillation_table,
     "distillation_steps_cpu.json": distillation_steps_table,

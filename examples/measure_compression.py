@@ -404,12 +404,22 @@ def _without_steps() -> list[Any]:
 
 
 FEW_BITS = ((4, 32), (3, 32), (2, 32), (2, 0))
-AFTERWARDS = ((8, 0), (6, 32), (4, 32), (4, 0), (3, 32), (3, 0), (2, 32), (2, 0))
+AFTERWARDS: tuple[tuple[int | str, int], ...] = (
+    (8, 0),
+    ("fp8", 0),
+    (6, 32),
+    (4, 32),
+    (4, 0),
+    (3, 32),
+    (3, 0),
+    (2, 32),
+    (2, 0),
+)
 WIDE, LAYERS, TURNS = 1024, 3, 60
 
 
 def quantization() -> dict[str, Any]:
-    """Measure losses with rounded weights, trained so or not, bytes of exports, and seconds on one core."""
+    """Measure losses with rounded weights, trained so or not, and bytes of exports."""
     import torch
 
     import lightning_solo as solo
@@ -430,18 +440,43 @@ def quantization() -> dict[str, Any]:
                 )
             rows.append(row)
             print(row, flush=True)
+        inputs = []
+        for activations in ("int8", "int8_static"):
+            loss, _, _ = exported(start, Path(folder), 8, 0, activations)
+            inputs.append({"bits": 8, "group_size": 0, "activations": activations, "base": loss})
+            print(inputs[-1], flush=True)
         return {
             "base": held_out(start),
             "control": held_out(control),
             "bytes_fp32": sum(p.nbytes for p in start.parameters()),
             "rows": rows,
+            "inputs": inputs,
+        }
+
+
+def quantization_times() -> dict[str, Any]:
+    """Measure steps of training with rounded weights, and exported layers, on one core; on an idle machine alone."""
+    import torch
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        return {
             "step_times": step_times(),
             "layers": f"{LAYERS} x Linear({WIDE}, {WIDE}), fp32, 1 core",
             "inference": inference(Path(folder)),
         }
 
 
-def exported(module: Any, folder: Path, bits: int, group_size: int) -> tuple[float, int, float]:
+def calibrate(module: Any) -> None:
+    """Run the module on 16 windows of training."""
+    from lightning_solo.reference.stdlib_text import StdlibText
+
+    module(StdlibText().train_windows[:16, :-1].long())
+
+
+def exported(
+    module: Any, folder: Path, bits: int | str, group_size: int, activations: str = "unchanged"
+) -> tuple[float, int, float]:
     """Return loss and bytes of an export, and the largest difference of its logits to the fake-quantized module's."""
     import torch
 
@@ -449,10 +484,11 @@ def exported(module: Any, folder: Path, bits: int, group_size: int) -> tuple[flo
     from lightning_solo.nn.fake_quantization import Rounding, chosen_layers, round_weights
     from lightning_solo.nn.packed_weights import load
 
-    solo.export_quantized(module, folder / "few", bits, group_size, overwrite=True)
+    options: dict[str, Any] = {"calibrate": calibrate} if "static" in activations else {}
+    solo.export_quantized(module, folder / "few", bits, group_size, activations, overwrite=True, **options)
     loaded = load(byte_gpt(), folder / "few")
     fake, rounding = copy.deepcopy(module).eval(), Rounding(bits, group_size)
-    round_weights(chosen_layers(fake, rounding).layers.values(), rounding)
+    round_weights(chosen_layers(fake, rounding), rounding)
     ids = torch.arange(128)[None]
     with torch.no_grad():
         difference = float((fake(ids) - loaded(ids)).abs().max())
@@ -500,10 +536,14 @@ def inference(folder: Path) -> list[dict[str, Any]]:
     sizes = {"fp32": size}
     for name, options in {
         "8 bits by rows, inputs in 8 bits": (8, 0, "int8"),
+        "8 bits by rows, inputs in 8 bits with fixed scales": (8, 0, "int8_static"),
         "8 bits by rows": (8, 0, "unchanged"),
         "4 bits in groups of 32": (4, 32, "unchanged"),
     }.items():
-        solo.export_quantized(ways["fp32"], folder / "wide", *options, layers="*", overwrite=True)
+        batches: dict[str, Any] = {}
+        if "int8_static" in options:
+            batches["calibrate"] = lambda module: module(torch.randn(256, WIDE))
+        solo.export_quantized(ways["fp32"], folder / "wide", *options, layers="*", overwrite=True, **batches)
         sizes[name] = (folder / "wide" / "model.safetensors").stat().st_size
         ways[name] = load(copy.deepcopy(ways["fp32"]), folder / "wide")
     rows = [{"way": name, "bytes": sizes[name]} for name in ways]
@@ -551,6 +591,7 @@ MEASURED: dict[str, Callable[[], dict[str, Any]]] = {
     "low_rank": low_rank,
     "pruning": pruning,
     "quantization": quantization,
+    "quantization_times": quantization_times,
     "snapshots": snapshots,
 }
 

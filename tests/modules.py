@@ -221,3 +221,33 @@ class Resumable:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.start = state["next"]
+
+
+class Experts(nn.Module):
+    """Two experts, in parameters of three dimensions, as transformers has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Parameter(torch.randn(2, 24, 16) / 8)
+        self.down = nn.Parameter(torch.randn(2, 16, 24) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + (x @ up.t()).relu() @ down.t()
+        return x
+
+
+class Mixture(nn.Module):
+    """A transformer's layer of torch, which reads its parts' weights, and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        self.encoder, self.experts = nn.TransformerEncoder(layer, 1), Experts()
+        self.cross = nn.MultiheadAttention(16, 2, kdim=8, vdim=24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        return self.experts(x) + self.cross(x, x[..., :8], torch.cat([x, x[..., :8]], -1))[0]

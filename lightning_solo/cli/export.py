@@ -16,9 +16,10 @@ TAKES = (
     "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf|pruned|quantized|factorized|onnx|"
     "torch_export] [--output PATH] [--force]; of the first five [--dtype fp32|bf16|fp16] [--live]; of hf, adapter and"
     " gguf [--base-folder FOLDER] [--tokenizer FOLDER]; of hf and gguf [--base dequantized|original]; of hf"
-    " [--shard-size 5GB] [--bits 4|8]; of gguf [--llama-cpp FOLDER] [--quantize q4_k_m]; of quantized [--bits 4]"
-    " [--group-size 32] [--activations int8] [--layers PATTERN,...]; of factorized [--rank 64] [--layers PATTERN,...];"
-    " of onnx and torch_export [--batch 1:1024] [--length 1:512]; of these and pruned [--allow PREFIX]"
+    " [--shard-size 5GB] [--bits 4|8]; of gguf [--llama-cpp FOLDER] [--quantize q4_k_m]; of quantized [--bits 4|fp8]"
+    " [--group-size 32] [--activations int8|int8_static] [--calibration-batches 16] [--layers PATTERN,...]; of"
+    " factorized [--rank 64] [--layers PATTERN,...]; of onnx and torch_export [--batch 1:1024] [--length 1:512]; of"
+    " these and pruned [--allow PREFIX]"
 )
 _CHOICES = {"format": tuple(FORMATS), "dtype": DTYPES, "base": BASES}
 
@@ -57,9 +58,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     others.add_argument("--shard-size", metavar="SIZE", help="the largest size of a file, by default 5GB")
     others.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="llama.cpp; by default $LLAMA_CPP or the path")
     others.add_argument("--quantize", metavar="TYPE", help="a type of llama.cpp's, such as q4_k_m")
-    others.add_argument("--bits", metavar="N", help="of a weight: 4 or 8 of hf; 2 to 8 of quantized")
+    others.add_argument("--bits", metavar="N", help="of a weight: 4 or 8 of hf; 2 to 8, or fp8, of quantized")
     others.add_argument("--group-size", metavar="N", help="weights that share a scale; 0: a row; by default 32")
-    others.add_argument("--activations", metavar="int8", help="inputs of layers are rounded too")
+    others.add_argument(
+        "--activations", metavar="int8|int8_static", help="inputs of layers are rounded too, by token or fixed scales"
+    )
+    others.add_argument("--calibration-batches", metavar="N", help="that give int8_static its scales; by default 16")
     others.add_argument(
         "--rank", metavar="N", help="of a run without factors: a whole number, or a share of the energy"
     )
@@ -75,9 +79,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and value not in allowed:
             raise PresetError(f"--{name} {value}{nearest(value, allowed)}there are {', '.join(allowed)}")
-    for name in ("bits", "group_size"):
-        if (value := getattr(options, name)) is not None:
-            setattr(options, name, 0 if value == "0" else positive(f"--{name.replace('_', '-')}", value, 32))
+    for name in ("bits", "group_size", "calibration_batches"):
+        if (value := getattr(options, name)) not in (None, "fp8"):
+            is_row = value == "0" and name == "group_size"
+            setattr(options, name, 0 if is_row else positive(f"--{name.replace('_', '-')}", value, 32))
     if (rank := getattr(options, "rank", None)) is not None:
         options.rank = _rank(rank)
     for name in ("layers", "allow"):

@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_solo.attributes import replaced
 from lightning_solo.cli.trained_run import parts_of, run_of
-from lightning_solo.errors import CheckpointError, NothingToDoError, SoloError
+from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError, SoloError
 
 BATCHES = 16
 """Batches of validation that are measured."""
@@ -24,9 +25,10 @@ def write_quantized(
     output: Path | None = None,
     format: str = "quantized",
     *,
-    bits: int | None = None,
+    bits: int | str | None = None,
     group_size: int | None = None,
     activations: str | None = None,
+    calibration_batches: int | None = None,
     layers: Sequence[str] | None = None,
     allow: Sequence[str] = (),
     overwrite: bool = False,
@@ -37,9 +39,11 @@ def write_quantized(
         source: the folder of a run, or one of its checkpoints.
         output: the folder to write; by default beside the checkpoint.
         format: of the export.
-        bits: of a weight; this and the next three by default as the run rounded.
+        bits: of a weight; this, ``group_size``, ``activations`` and ``layers`` are by default as the run rounded.
         group_size: inputs of a layer whose weights share a scale; 0 for a scale per row.
-        activations: "int8" or "unchanged".
+        activations: "int8", "int8_static" or "unchanged".
+        calibration_batches: of the run's validation that give "int8_static" its scales, by default `BATCHES`; of a run
+            without validation those of training.
         layers: patterns of names.
         allow: prefixes of code that may be imported.
         overwrite: whether an earlier export is replaced.
@@ -50,7 +54,7 @@ def write_quantized(
         SoloError: as `export_quantized`.
     """
     run = run_of(source, allow, "solo.export_quantized(module, 'folder')")
-    from lightning_solo.export.quantized import export_quantized
+    from lightning_solo.export.quantized import STATIC, export_quantized
     from lightning_solo.export.sources import read
     from lightning_solo.export.weights import source_of, widest_weights
     from lightning_solo.nn.adapter_weights import RECORD as ADAPTER
@@ -68,7 +72,15 @@ def write_quantized(
     patterns = "linear" if layers == ["linear"] else layers
     written = {"bits": bits, "group_size": group_size, "activations": activations, "layers": patterns}
     options: dict[str, Any] = {**DEFAULTS, **record, **{name: v for name, v in written.items() if v is not None}}
+    if calibration_batches is not None and options["activations"] != STATIC:
+        raise PresetError(
+            f"--calibration-batches {calibration_batches} and --activations {options['activations']}: batches give"
+            f" scales to --activations {STATIC}; write that, or leave --calibration-batches out"
+        )
     module, data = parts_of(run)
+    if options["activations"] == STATIC:
+        batches = BATCHES if calibration_batches is None else calibration_batches
+        options["calibrate"] = lambda module: _calibrated(module, data, batches)
     weights = source_of(run.checkpoint)
     try:  # rounded in training were the weights as they are; otherwise fp32 masters are closer
         module.load_state_dict(weights.weights if record else widest_weights(weights))
@@ -95,9 +107,9 @@ def _round(module: Any, rounding: Any, patterns: Any) -> None:
     from lightning_solo.nn.fake_quantization import chosen_layers, round_weights
     from lightning_solo.nn.packed_weights import kernels_past
 
-    layers = chosen_layers(module, rounding, patterns).layers.values()
-    round_weights(layers, rounding)
-    for part, name, value in kernels_past(module, [*layers]):
+    choice = chosen_layers(module, rounding, patterns)
+    round_weights(choice, rounding)
+    for part, name, value in kernels_past(module, choice.modules):
         setattr(part, name, value)
 
 
@@ -136,6 +148,22 @@ def compared(before: Any, after: Any, data: Any, as_trained: Callable[[], object
     ]
 
 
+def _calibrated(module: Any, data: Any, batches: int) -> None:
+    """Run the module on batches of validation, or on those of training where there are none."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    try:
+        _validate(module, data, batches)
+    except MisconfigurationException:  # no step or no loader of validation
+        source = module if data is None else data
+        if data is not None:
+            data.setup("fit")
+        step = "validation_step" if is_overridden("validation_step", module) else "training_step"
+        with replaced(module, "validation_step", getattr(module, step)):
+            _validate(module, source.train_dataloader(), batches)
+
+
 def validated(module: Any, data: Any) -> tuple[dict[str, float], float]:
     """Return the logged metrics and the least seconds of a batch."""
     import lightning as L
@@ -150,11 +178,23 @@ def validated(module: Any, data: Any) -> tuple[dict[str, float], float]:
             self.least = min(self.least, time.perf_counter() - self.began)
 
     times = Times()
+    trainer = _validate(module, data, BATCHES, times)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, times.least
+
+
+def _validate(module: Any, data: Any, batches: int, *callbacks: Any) -> Any:
+    """Validate on the CPU on at most some batches; return the Trainer."""
+    import lightning as L
+
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice about loaders
         trainer = L.Trainer(
-            accelerator="cpu", callbacks=[times], limit_val_batches=BATCHES, enable_model_summary=False, **quiet
+            accelerator="cpu",
+            callbacks=[*callbacks],
+            limit_val_batches=batches,
+            enable_model_summary=False,
+            **quiet,
         )
         trainer.validate(module, data, verbose=False)
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}, times.least
+    return trainer

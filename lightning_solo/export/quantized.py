@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,40 @@ from lightning_solo.export.pretrained import new_folder, require_tensors, write_
 from lightning_solo.export.weights import source_of
 from lightning_solo.nn import packed_weights
 from lightning_solo.nn.blocks import counted
-from lightning_solo.nn.fake_quantization import ACTIVATIONS, BITS, LINEAR, Rounding, chosen_layers, levels_and_scales
+from lightning_solo.nn.calibration import input_scales
+from lightning_solo.nn.fake_quantization import (
+    ACTIVATIONS,
+    BITS,
+    INSIDE,
+    LINEAR,
+    Layers,
+    Rounding,
+    chosen_layers,
+    levels_and_scales,
+)
+from lightning_solo.nn.named_weights import kind_of
 from lightning_solo.optim.checkpoint_masters import place
 from lightning_solo.units import format_bytes
+
+STATIC = "int8_static"
+"""Activations that are rounded by a scale per layer, from calibration batches."""
+_INPUTS = {
+    "unchanged": "",
+    "int8": ", inputs of linear layers with 8 bits",
+    STATIC: ", inputs of linear layers with 8 bits and fixed scales",
+}
+CALIBRATE = "calibrate=lambda module: trainer.validate(module, data)"
 
 
 def export_quantized(
     module: nn.Module,
     output: str | Path,
-    bits: int = 4,
+    bits: int | str = 4,
     group_size: int = 32,
     activations: str = "unchanged",
     layers: str | Sequence[str] = LINEAR,
     *,
+    calibrate: Callable[[nn.Module], Any] | None = None,
     overwrite: bool = False,
 ) -> list[str]:
     """Write a module with weights of few bits as a folder; return lines about it. The module stays as it is.
@@ -39,16 +60,20 @@ def export_quantized(
     Args:
         module: a LightningModule during or after its fit, or any other module.
         output: the folder to write.
-        bits: of a weight, 2 to 8.
+        bits: of a weight, 2 to 8, or "fp8" for numbers of torch.float8_e4m3fn.
         group_size: inputs of a layer whose weights share a scale; 0 for a scale per row.
-        activations: "int8" if each token of a layer's input is rounded to 8 bits, else "unchanged".
-        layers: "linear" for all linear layers but output heads, or patterns of qualified names.
+        activations: "int8" rounds each token of a layer's input to 8 bits; "int8_static" rounds all inputs of a layer
+            by one scale, the largest magnitude in calibration / 127; else "unchanged".
+        layers: "linear" for all linear layers but output heads, attention of torch and experts; or patterns of names.
+        calibrate: for "int8_static", runs the module on some batches, as ``lambda module: trainer.validate(module,
+            data)``. A layer that it doesn't reach stays as it is.
         overwrite: whether an earlier export is replaced.
 
     Raises:
         NothingToDoError: no layer can be quantized, or a pattern matches none.
         PresetError: an unknown argument, or the size of a group doesn't divide a layer's inputs.
-        ConflictError: a weight has few bits already, isn't finite, or is inside an adapter.
+        ConflictError: a weight has few bits already, isn't finite, or is inside an adapter; or inputs of a layer in
+            calibration aren't finite.
         CheckpointError: the folder exists or can't be written; then nothing is left.
         BudgetError: the disk has too little space.
     """
@@ -57,59 +82,109 @@ def export_quantized(
             f"solo.export_quantized({str(module)!r}, ...) takes a module; load the weights into one first, or write"
             " lightning-solo export RUN --format quantized"
         )
-    if bits not in BITS or group_size < 0 or activations not in ACTIVATIONS:
+    if bits not in BITS or group_size < 0 or activations not in (*ACTIVATIONS, STATIC):
         raise PresetError(
-            f"bits={bits}, group_size={group_size}, activations={activations!r}: write bits={BITS[0]} to {BITS[-1]},"
-            f" group_size=0 or more, and activations={' or '.join(map(repr, ACTIVATIONS))}"
+            f"bits={bits}, group_size={group_size}, activations={activations!r}: write bits={BITS[0]} to 8 or 'fp8',"
+            f" group_size=0 or more, and activations={' or '.join(map(repr, (*ACTIVATIONS, STATIC)))}"
+        )
+    if (calibrate is None) is (activations == STATIC):
+        given = "without batches to calibrate by" if calibrate is None else "with calibration, which it doesn't use"
+        raise PresetError(
+            f"activations={activations!r} {given}; write activations={STATIC!r} with {CALIBRATE}, or"
+            " activations='int8' without, which finds scales while it runs"
         )
     folder = new_folder(module, output, "quantized", overwrite=overwrite)
     rounding = Rounding(bits, group_size, activations)
     choice = chosen_layers(module, rounding, layers)
+    scales = {} if calibrate is None else _calibrated(module, choice, calibrate)
     weights = dict(source_of(module).weights)
     require_tensors(folder, weights)
     before = sum({place(value): value.nbytes for value in weights.values()}.values())
-    chosen = {*choice.layers.values()}
-    every = {name: part for name, part in module.named_modules(remove_duplicate=False) if part in chosen}
-    after = write_with_loader(folder, *_packed({**choice.layers, **every}, weights, rounding), packed_weights)
+    after = write_with_loader(folder, *_packed(choice, weights, rounding, scales), packed_weights)
     scale = f"in groups of {group_size}" if group_size else "by rows"
     left = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
     return [
-        f"quantized: {folder}, {counted(choice.layers.values())} with {bits} bits {scale}"
-        f"{', inputs with 8 bits' if activations == 'int8' else ''};"
+        f"quantized: {folder}, {counted(choice.modules)} {'in fp8' if bits == 'fp8' else f'with {bits} bits'} {scale}"
+        f"{_INPUTS[activations]};"
         f" {choice.left_share:.0%} of the numbers are as they were{f': {left}' if left else ''}",
         f"bytes: {format_bytes(before)} before, {format_bytes(after)} after",
     ]
 
 
+def _calibrated(module: nn.Module, choice: Layers, calibrate: Callable[[nn.Module], Any]) -> dict[int, float]:
+    """Return id of a linear layer -> scale of its inputs; leave weights out of the choice of whose layers none has one.
+
+    Raises:
+        PresetError: calibration runs no layer.
+        ConflictError: a layer has inputs that aren't finite.
+    """
+    layers = {name: part for name, part in choice.layers.items() if not isinstance(part, nn.Embedding)}
+    scales = input_scales(layers, lambda: calibrate(module))
+    if layers and not scales:
+        raise PresetError(
+            f"activations={STATIC!r}: calibration ran none of {listed(list(layers))} on a number other than zero; give"
+            f" it batches, as by {CALIBRATE}, or write activations='int8', which needs none"
+        )
+    for full, weight in list(choice.weights.items()):
+        users = {name.rpartition(".")[0]: part for name, part in weight.layers.items()}
+        linear = users.keys() & layers.keys()
+        if linear and not any(id(users[name]) in scales for name in linear):
+            del choice.weights[full]
+            choice.left_out[full] = "no calibration batch reached it"
+            choice.left_share += weight.parameter.numel() / sum(p.numel() for p in module.parameters())
+            for name in users:
+                choice.layers.pop(name, None)
+    return scales
+
+
 def _packed(
-    layers: dict[str, nn.Module], weights: dict[str, Any], rounding: Rounding
+    choice: Layers, weights: dict[str, Any], rounding: Rounding, scales: Mapping[int, float]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors to store, each once, and what `packed_weights.load` needs to know."""
-    options: dict[str, dict[str, Any]] = {}
+    layers: dict[str, dict[str, Any]] = {}
     tied: dict[str, str] = {}
+    shared: dict[str, str] = {}
     stored: dict[str, Tensor] = {}
-    first: dict[int, str] = {}
-    for name, layer in layers.items():
-        weight = weights.pop(f"{name}.weight").detach().to("cpu")
-        weight = weight if isinstance(layer, nn.Linear | nn.Embedding) else weight.t()  # transformers' Conv1D
-        rows, width = weight.shape
-        entry: dict[str, Any] = {"rows": rows, "width": width, "bits": rounding.bits, "group_size": rounding.group_size}
-        is_table = isinstance(layer, nn.Embedding)
-        if not is_table:
-            entry |= {"bias": layer.bias is not None, "activations": rounding.activations}
-        options[name] = {"kind": "embedding" if is_table else "linear", **entry}
-        if (other := first.setdefault(id(layer.weight), name)) != name:
-            options[name]["shares"] = other
-            tied |= {f"{name}.{key}": f"{other}.{key}" for key in ("codes", "scales")}
-            continue
-        levels, scales = levels_and_scales(weight, rounding.bits, rounding.group_size)
-        stored[f"{name}.codes"] = packed_weights.pack(levels.to(torch.int8), rounding.bits)
-        stored[f"{name}.scales"] = scales.view(torch.int16)
     places: dict[Any, str] = {}
+    how = {"bits": rounding.bits, "group_size": rounding.group_size}
+    called = {id(part) for part in choice.layers.values() if not isinstance(part, nn.Embedding)}
+    for first, each in choice.weights.items():
+        names = [first, *(name for name in each.users if name != first)]
+        values = [weights.pop(name) for name in names]
+        weight = values[0].detach().to("cpu")
+        weight = weight.t() if "transposed" in each.kinds else weight
+        levels, of_groups = levels_and_scales(weight, rounding.bits, rounding.group_size)
+        place_of = [_place(name, each.users[name], layers, tuple(weight.shape), how) for name in names]
+        stored[f"{place_of[0]}.codes"] = packed_weights.pack(levels.flatten(0, -2), rounding.bits)
+        stored[f"{place_of[0]}.scales"] = of_groups.flatten(0, -2).view(torch.int16)
+        for other in place_of[1:]:
+            shared[other] = place_of[0]
+            tied |= {f"{other}.{key}": f"{place_of[0]}.{key}" for key in ("codes", "scales")}
+        for name, at in zip(names, place_of, strict=True):
+            if (scale := scales.get(id(each.users[name]))) is not None:
+                layers[at]["activations"] = STATIC
+                stored[f"{at}.input_scale"] = torch.tensor([scale]).view(torch.int32)
+            elif rounding.activations == "int8" and id(each.users[name]) in called:
+                layers[at]["activations"] = "int8"
     for name, value in weights.items():
         if (other := places.setdefault(place(value), name)) == name:
             whole = value.untyped_storage().nbytes() == value.nbytes  # else it may be a part of another tensor
             stored[name] = (value if whole else value.clone()).detach().to("cpu").contiguous()
         else:
             tied[name] = other
-    return stored, {"format": "lightning-solo quantized 1", "layers": options, "tied": tied}
+    return stored, {"format": "lightning-solo quantized 2", "layers": layers, "shared": shared, "tied": tied}
+
+
+def _place(
+    name: str, part: nn.Module, layers: dict[str, dict[str, Any]], shape: tuple[int, ...], how: Mapping[str, Any]
+) -> str:
+    """Add a parameter to the layers of a configuration; return the name of the module that has its codes."""
+    path, _, own = name.rpartition(".")
+    if (kind := kind_of(part, own)) in INSIDE:
+        layers.setdefault(path, {"kind": "parameters", "shapes": {}, **how})["shapes"][own] = list(shape)
+        return f"{path}.packed_weights.{own}".removeprefix(".")
+    rows, width = shape
+    layers[path] = {"kind": "embedding" if kind == "embedding" else "linear", "rows": rows, "width": width, **how}
+    if kind != "embedding":
+        layers[path]["bias"] = part.bias is not None
+    return path

@@ -1,15 +1,17 @@
-"""Linear layers that compute with rounded weights while the weights themselves are trained.
+"""Layers that compute with rounded weights while the weights themselves are trained.
 
 Fake quantization (Jacob et al. 2018, arXiv 1712.05877): forward rounds the weight to integers of 2 to 8 bits times the
 scale of a row or group, backward passes the gradient through the rounding unchanged (straight-through estimator, Bengio
 et al. 2013, arXiv 1308.3432). The number with the largest magnitude of its group is -2 ** (bits - 1), since there is
 one negative integer more: the scale is negative where that number is positive. At 2 bits four evenly spaced numbers
-around zero are better than three and a zero (Liu et al. 2025, ParetoQ, arXiv 2502.02631): -3, -1, 1 and 3.
+around zero are better than three and a zero (Liu et al. 2025, ParetoQ, arXiv 2502.02631): -3, -1, 1 and 3. fp8 rounds
+to torch.float8_e4m3fn instead, whose largest number is 448 (Micikevicius et al. 2022, arXiv 2209.05433).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,16 +23,19 @@ from torch.nn import functional as F
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed
 from lightning_solo.nn.adapted import plain, plain_modules
 from lightning_solo.nn.factorizing import factorized
-from lightning_solo.nn.forwards import record_of, replace_forward
-from lightning_solo.nn.named_weights import kept_parameters, selected, weights_of
-from lightning_solo.nn.packed_weights import dequantized, rounded_activations
+from lightning_solo.nn.forwards import record_of, replace_forward, restore_forwards
+from lightning_solo.nn.named_weights import Weight, kept_parameters, kind_of, selected, weights_of
+from lightning_solo.nn.packed_weights import FP8, dequantized, rounded_activations
 from lightning_solo.nn.quantizable import unsuitable
 from lightning_solo.nn.quantized import quantized_weights_of
 
 LINEAR = "linear"
 """Selects every linear layer but output heads."""
-BITS = (2, 3, 4, 5, 6, 7, 8)
+BITS = (2, 3, 4, 5, 6, 7, 8, FP8)
 ACTIVATIONS = ("unchanged", "int8")
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+INSIDE = ("attention", "experts")
+"""Kinds of weights that their module reads by itself."""
 RECORD = "fake_quantization"
 """The key of a checkpoint that holds how its run rounded weights, and in which layers."""
 
@@ -40,13 +45,13 @@ class Rounding:
     """How weights are rounded; also the record of layers that do so.
 
     Attributes:
-        bits: of a weight, 2 to 8.
+        bits: of a weight, 2 to 8, or "fp8".
         group_size: inputs that share a scale; 0 for a scale per row.
         activations: "int8" if each token of a layer's input is rounded to 8 bits, else "unchanged".
         active: whether the layers round now.
     """
 
-    bits: int
+    bits: int | str
     group_size: int
     activations: str = "unchanged"
     active: bool = True
@@ -56,17 +61,20 @@ class Rounding:
         return {"bits": self.bits, "group_size": self.group_size, "activations": self.activations}
 
 
-def levels_and_scales(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Return the integers (..., width) of a weight (..., width) in fp32, and the scales (..., groups) in bf16.
+def levels_and_scales(weight: Tensor, bits: int | str, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return the numbers (..., width) of a weight (..., width) in fp32, and the scales (..., groups) in bf16.
 
     bf16 has the range of fp32, so that groups of very small weights aren't rounded to zero.
     """
-    width, least = weight.shape[-1], -(2.0 ** (bits - 1))
+    width = weight.shape[-1]
     groups = weight.float().reshape(*weight.shape[:-1], -1, group_size or width)
     low, high = groups.aminmax(dim=-1)
     largest = torch.where(high > -low, high, low)
-    scales = (largest.abs() / 3 if bits == 2 else largest / least).to(torch.bfloat16)
+    least = -LARGEST_FP8 if isinstance(bits, str) else -3.0 if bits == 2 else -(2.0 ** (bits - 1))
+    scales = (largest.abs() / -least if bits in (2, FP8) else largest / least).to(torch.bfloat16)
     ratios = groups / torch.where(scales == 0, 1, scales.float())[..., None]  # a group of zeros has the scale 0
+    if isinstance(bits, str):
+        return ratios.clamp_(least, -least).to(torch.float8_e4m3fn).float().flatten(-2), scales
     if bits == 2:
         return ratios.sub_(1).div_(2).round_().clamp_(-2, 1).mul_(2).add_(1).flatten(-2), scales
     return ratios.round_().clamp_(least, -least - 1).flatten(-2), scales
@@ -76,7 +84,7 @@ class _StraightThrough(torch.autograd.Function):
     """Rounded numbers with the gradient of the numbers."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, bits: int, group_size: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, bits: int | str, group_size: int) -> Tensor:
         return dequantized(*levels_and_scales(weight, bits, group_size)).to(weight.dtype)
 
     @staticmethod
@@ -103,13 +111,33 @@ def rounded(weight: Tensor, rounding: Rounding) -> Tensor:
     return result
 
 
-def forward(layer: nn.Module, input: Tensor) -> Tensor:
-    """Run a linear layer, transformers' ``Conv1D`` or an embedding with its rounded weight."""
-    rounding = record_of(layer, Rounding)
+@dataclass
+class Inside:
+    """The record of a module that reads parameters by itself, as attention or experts do.
+
+    Attributes:
+        names: of its parameters, with those of parts that it doesn't call.
+        rounding: how they are rounded.
+    """
+
+    names: list[str]
+    rounding: Rounding
+
+
+def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a linear layer, transformers' ``Conv1D``, an embedding or any module with rounded parameters."""
+    inside = record_of(layer, Inside)
+    rounding = record_of(layer, Rounding) if inside is None else inside.rounding
     if rounding is None or not rounding.active:
-        return cast("Tensor", type(layer).forward(layer, input))
+        return type(layer).forward(layer, *args, **kwargs)
+    if inside is not None:
+        return _with_rounded(layer, inside, args, kwargs)
     if isinstance(layer, nn.Embedding):  # of the rows that are read alone
-        return rounded(type(layer).forward(layer, input), rounding)
+        return rounded(type(layer).forward(layer, *args, **kwargs), rounding)
+    return _linear(layer, rounding, *args, **kwargs)
+
+
+def _linear(layer: nn.Module, rounding: Rounding, input: Tensor) -> Tensor:
     if rounding.activations == "int8":
         input = _StraightThroughTokens.apply(input)  # type: ignore[no-untyped-call]
     weight = cast("Tensor", layer.weight)
@@ -117,10 +145,30 @@ def forward(layer: nn.Module, input: Tensor) -> Tensor:
     return F.linear(input, rounded(weight, rounding), cast("Tensor | None", layer.bias))
 
 
-def round_weights(layers: Iterable[nn.Module], rounding: Rounding) -> None:
-    """Make layers compute with rounded weights; ``restore_forwards(layers, Rounding)`` undoes it."""
-    for layer in layers:
-        replace_forward(layer, forward, rounding)
+def _with_rounded(layer: nn.Module, inside: Inside, args: Any, kwargs: Any) -> Any:
+    """Run a module's forward while rounded tensors hide its parameters."""
+    hidden = []
+    try:
+        for name in inside.names:
+            path, _, own = name.rpartition(".")
+            owner = layer.get_submodule(path)
+            vars(owner)[own] = rounded(owner.get_parameter(own), inside.rounding)
+            hidden.append((owner, own))
+        return type(layer).forward(layer, *args, **kwargs)
+    finally:
+        for owner, own in hidden:
+            del vars(owner)[own]
+
+
+@contextmanager
+def unfused_attention() -> Iterator[None]:
+    """Make torch's transformer layers call their parts in evaluation, too, instead of reading these parts' weights."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 # --- the choice of layers ---
@@ -128,27 +176,57 @@ def round_weights(layers: Iterable[nn.Module], rounding: Rounding) -> None:
 
 @dataclass
 class Layers:
-    """The layers whose weights are rounded.
+    """The weights that are rounded.
 
     Attributes:
+        weights: qualified name -> weight; of a tied one that of a layer whose inputs are rounded along.
         layers: qualified name -> linear layer, ``Conv1D``, or an embedding that shares its weight with one of them.
+        insides: qualified name of another module -> the module, and names of its parameters.
         left_out: qualified name of a matrix that is left as it is -> the reason.
         left_share: the share of all numbers of the module that are left.
     """
 
+    weights: dict[str, Weight] = field(default_factory=dict)
     layers: dict[str, nn.Module] = field(default_factory=dict)
+    insides: dict[str, tuple[nn.Module, list[str]]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     left_share: float = 0.0
+
+    @property
+    def names(self) -> list[str]:
+        """Patterns that choose the same weights again; embeddings follow the layers that share their weight."""
+        own = [name for name, layer in self.layers.items() if not isinstance(layer, nn.Embedding)]
+        return [*own, *(f"{name}.{each}" if name else each for name, (_, all) in self.insides.items() for each in all)]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """All modules that compute with rounded weights."""
+        return [*self.layers.values(), *(part for part, _ in self.insides.values())]
+
+
+def round_weights(choice: Layers, rounding: Rounding) -> None:
+    """Make modules compute with rounded weights, until `restore`."""
+    for layer in choice.layers.values():
+        replace_forward(layer, forward, rounding)
+    for part, names in choice.insides.values():
+        replace_forward(part, forward, Inside(names, rounding))
+
+
+def restore(choice: Layers) -> None:
+    """Make modules compute with their weights as they are."""
+    restore_forwards(choice.layers.values(), Rounding)
+    restore_forwards([part for part, _ in choice.insides.values()], Inside)
 
 
 def chosen_layers(
     module: nn.Module, rounding: Rounding, patterns: str | Sequence[str] = LINEAR, option: str = ""
 ) -> Layers:
-    """Return the layers whose weights can be rounded.
+    """Return the weights that can be rounded.
 
-    These are linear layers and transformers' ``Conv1D``, by default without output heads and weights that are shared
-    with an embedding. A layer that shares a chosen weight, such as the embedding of a tied head, is chosen too, so that
-    all uses compute with the same numbers.
+    These are weights of linear layers, of transformers' ``Conv1D`` and of torch's attention, and the experts of
+    mixtures in three dimensions, by default without output heads and weights that are shared with an embedding. A layer
+    that shares a chosen weight, such as the embedding of a tied head, is chosen too, so that all uses compute with the
+    same numbers.
 
     Args:
         module: with plain weights.
@@ -168,13 +246,14 @@ def chosen_layers(
     weights, kept = weights_of(plain_modules(module, remove_duplicate=False)), kept_parameters(module)
     every = [name for weight in weights for name in weight.users]
     hits, direct = selected(every, names or ()), selected(every, names or (), directly=True)
+    hosts = {id(part.out_proj): name for name, part in plain_modules(module) if isinstance(part, nn.MultiheadAttention)}
     choice, matched = Layers(), set[str]()
     for weight in weights:
         p = weight.parameter
         if p.ndim < 2 or not p.is_floating_point():
             continue
         mine = {pattern for pattern, each in hits.items() if each & weight.users.keys()}
-        unfit = {name: _unfit(part, name.rpartition(".")[2], p) for name, part in weight.layers.items()}
+        unfit = {name: _unfit(part, name.rpartition(".")[2], p, hosts) for name, part in weight.layers.items()}
         usual = [name for name, part in weight.layers.items() if unfit[name] is None and not _is_table(part)]
         reason = "no pattern matches it" if names is not None and not mine else None
         if reason is None and not usual:
@@ -190,8 +269,14 @@ def chosen_layers(
                 f" {at}layers{otherwise}"
             )
         matched |= mine
-        order = sorted(weight.layers, key=lambda name: name not in usual)  # the layer first whose inputs are rounded
-        choice.layers |= {name.rpartition(".")[0]: weight.layers[name] for name in order}
+        choice.weights[usual[0]] = weight
+        for full in sorted(weight.layers, key=lambda name: name not in usual):
+            part, (name, _, own) = weight.layers[full], full.rpartition(".")
+            if (host := hosts.get(id(part), name)) == name and kind_of(part, own) not in INSIDE:
+                choice.layers[name] = part
+            else:
+                part = part if host == name else dict(plain_modules(module))[host]
+                choice.insides.setdefault(host, (part, []))[1].append(full.removeprefix(f"{host}."))
     if missed := [each for each in names or () if each not in matched]:
         there = {name: choice.left_out[name] for name in choice.left_out if name in hits[missed[0]]}
         if there:
@@ -202,19 +287,18 @@ def chosen_layers(
             )
         linear = [weight.name.removesuffix(".weight") for weight in weights if weight.kinds & {"linear", "transposed"}]
         raise NothingToDoError(
-            f"{at}layers={missed[0]!r} matches no linear layer that can be quantized"
-            f"{f'; write *.{missed[0]}' if any(name.endswith(f'.{missed[0]}') for name in linear) else ''}; there are"
+            f"{at}layers={missed[0]!r} matches no linear layer that can be quantized; there are"
             f" {listed(linear, 8) or 'no linear layers'}"
         )
-    if not choice.layers:
+    if not choice.weights:
         reasons = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
         raise NothingToDoError(
             f"{at}layers={LINEAR}: {type(module).__name__} has no linear layer to quantize; its matrices are"
             f" {reasons or 'none'}; write {at}layers=[<pattern of names>]{otherwise}"
         )
-    _check(choice.layers, rounding, at, otherwise)
-    numbers = {id(layer.weight): cast("Tensor", layer.weight).numel() for layer in choice.layers.values()}
-    choice.left_share = 1 - sum(numbers.values()) / sum(p.numel() for p in module.parameters())
+    _check(choice.weights, rounding, at, otherwise)
+    numbers = sum(weight.parameter.numel() for weight in choice.weights.values())
+    choice.left_share = 1 - numbers / sum(p.numel() for p in module.parameters())
     return choice
 
 
@@ -222,10 +306,12 @@ def _is_table(part: nn.Module) -> bool:
     return isinstance(part, nn.Embedding)
 
 
-def _unfit(part: nn.Module, own: str, p: nn.Parameter) -> str | None:
+def _unfit(part: nn.Module, own: str, p: nn.Parameter, hosts: Mapping[int, str]) -> str | None:
     """Return why a module can't compute with a rounded parameter, or None."""
-    reason = unsuitable(part, own, p)
-    return f"of {type(part).__name__}, with {p.ndim} dimensions" if reason is None and p.ndim > 2 else reason
+    if id(part) not in hosts and kind_of(part, own) != "attention":
+        return unsuitable(part, own, p)
+    is_changed = "forward" in vars(part) or hasattr(part, "parametrizations")
+    return f"{type(part).__name__} is changed by something else" if is_changed else None
 
 
 def _refuse_changed(module: nn.Module, at: str, otherwise: str) -> None:
@@ -246,29 +332,26 @@ def _refuse_changed(module: nn.Module, at: str, otherwise: str) -> None:
         )
 
 
-def _check(layers: Mapping[str, nn.Module], rounding: Rounding, at: str, otherwise: str) -> None:
+def _check(weights: Mapping[str, Weight], rounding: Rounding, at: str, otherwise: str) -> None:
     group = rounding.group_size
-    widths = {name: _width(layer) for name, layer in layers.items()}
-    if group and (odd := [f"{name} ({width})" for name, width in widths.items() if width % group]):
+    widths = {
+        name: weight.parameter.shape[0 if "transposed" in weight.kinds else -1] for name, weight in weights.items()
+    }
+    if group and (odd := [f"{name.removesuffix('.weight')} ({n})" for name, n in widths.items() if n % group]):
         smaller = [size for size in (128, 64, 32, 16, 8) if not any(width % size for width in widths.values())]
         raise PresetError(
             f"{at}group_size={group} doesn't divide the inputs of {listed(odd)}; write"
             f" {' or '.join(f'{at}group_size={size}' for size in (*smaller[:1], 0))}; 0 is a scale per row"
         )
-    for name, layer in layers.items():
-        weight = cast("Tensor", layer.weight).detach()
+    for name, each in weights.items():
+        weight = each.parameter.detach()
         if type(weight) not in (Tensor, FakeTensor):
             raise ConflictError(
-                f"{at}layers: the weight of {name} is a {type(weight).__name__}, which is converted already; load plain"
+                f"{at}layers: the weight {name} is a {type(weight).__name__}, which is converted already; load plain"
                 f" weights{otherwise}"
             )
         if not (weight.is_meta or isinstance(weight, FakeTensor)) and not weight.isfinite().all():
             raise ConflictError(
-                f"{at}layers: the weight of {name} isn't finite, and its codes would mean nothing; load sound weights,"
+                f"{at}layers: the weight {name} isn't finite, and its codes would mean nothing; load sound weights,"
                 f" or leave {name} out of {at}layers"
             )
-
-
-def _width(layer: nn.Module) -> int:
-    """Return the inputs of a linear layer, or the numbers of an embedding's row."""
-    return cast("Tensor", layer.weight).shape[1 if isinstance(layer, nn.Linear | nn.Embedding) else 0]

@@ -164,6 +164,7 @@ def kept_parameters(module: nn.Module) -> dict[int, str]:
     heads: list[nn.Module] = []
     with suppress(NothingToDoError, ConflictError):
         heads = [part for part in after_blocks(module).values() if isinstance(part, nn.Linear)]
+        heads = [part for part in heads if not isinstance(part, nn.modules.linear.NonDynamicallyQuantizableLinear)]
     with suppress(NothingToDoError, ConflictError):
         heads = list(output_heads(module).values())
     for weight in weights_of(plain_modules(module, remove_duplicate=False)):

@@ -12,6 +12,7 @@ import lightning as L
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 
 import lightning_solo as solo
 from lightning_solo.build import trainer_arguments
@@ -65,7 +66,7 @@ def test_a_run_is_exported_with_the_weights_that_it_was_trained_with(
     assert full
     loaded = load(type(module)(**module.hparams), folder)
     rounding, ids = Rounding(3, 8), torch.arange(16)[None]
-    round_weights(chosen_layers(module, rounding).layers.values(), rounding)
+    round_weights(chosen_layers(module, rounding), rounding)
     with torch.no_grad():
         assert torch.equal(loaded(ids), module.eval()(ids))
     with pytest.raises(CheckpointError, match="--force"):
@@ -95,6 +96,13 @@ def test_any_run_is_exported_after_training(make_trainer: Make, tmp_path: Path) 
         assert (output / name).read_bytes() == (tmp_path / "same" / name).read_bytes()
     layers = json.loads((output / "config.json").read_text(encoding="utf-8"))["layers"]
     assert sorted(layers) == ["blocks.0.mlp.down", "blocks.0.mlp.up", "embedding", "head"]
+    static = ["--format", "quantized", "--output", str(tmp_path / "static"), "--bits", "8", "--group-size", "0"]
+    with pytest.raises(PresetError, match=mentions("--calibration-batches 2", "--activations int8_static")):
+        run([str(source), *static, "--calibration-batches", "2"])
+    assert run([str(source), *static, "--calibration-batches", "2", "--activations", "int8_static"]) == 0
+    scales = {name: x for name, x in load_file(tmp_path / "static" / "model.safetensors").items() if "input" in name}
+    assert len(scales) == 4
+    assert all(float(scale.view(torch.float32)) > 0 for scale in scales.values())
 
 
 def test_a_checkpoint_without_its_run_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -15,10 +16,17 @@ from torch import Tensor, nn
 
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.export.quantized import export_quantized
-from lightning_solo.nn.fake_quantization import Rounding, chosen_layers, levels_and_scales, round_weights
+from lightning_solo.nn.fake_quantization import (
+    Rounding,
+    chosen_layers,
+    levels_and_scales,
+    round_weights,
+    unfused_attention,
+)
 from lightning_solo.nn.packed_weights import PackedLinear, load, pack, unpack
-from tests.messages import mentions
+from tests.messages import lines_with, mentions
 from tests.models import small_model
+from tests.modules import Mixture
 
 MODEL = '''
 import torch
@@ -78,7 +86,7 @@ def model(models: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def trained_outputs(model: nn.Module, rounding: Rounding, layers: Any) -> Tensor:
     """Return what the model computes in training."""
-    round_weights(chosen_layers(model, rounding, layers).layers.values(), rounding)
+    round_weights(chosen_layers(model, rounding, layers), rounding)
     with torch.no_grad():
         output: Tensor = model.eval()(IDS)
     return output
@@ -116,6 +124,7 @@ def test_a_weight_takes_so_many_bytes(model: Any, tmp_path: Path, bits: int, gro
     [
         pytest.param(4, 32, "unchanged", "linear", 0.0, marks=pytest.mark.long),
         (3, 16, "unchanged", ["up", "head"], 0.0),
+        pytest.param("fp8", 0, "unchanged", "*", 0.0, marks=pytest.mark.long),
         pytest.param(2, 0, "unchanged", "*", 0.0, marks=pytest.mark.long),
         pytest.param(8, 0, "unchanged", "linear", 0.0, marks=pytest.mark.long),
         pytest.param(8, 0, "int8", "*", 2e-6, marks=pytest.mark.long),
@@ -127,7 +136,7 @@ def test_it_loads_without_this_package_and_computes_the_same(
     model: Any,
     models: Path,
     tmp_path: Path,
-    bits: int,
+    bits: Any,
     group_size: int,
     activations: str,
     layers: Any,
@@ -152,7 +161,7 @@ def test_a_tied_head_has_the_codes_of_its_embedding(model: Any, tmp_path: Path) 
     assert loaded.embedding.codes is loaded.head.codes
     assert torch.equal(loaded.embedding(IDS), loaded.head.weight)
     assert loaded.half().embedding(IDS).dtype is torch.float16
-    assert torch.equal(loaded.head.weight, load(type(model)(), tmp_path / "few").head.weight)  # scales are bits
+    assert torch.equal(loaded.head.in_fp32(), load(type(model)(), tmp_path / "few").head.weight)  # scales are bits
 
 
 class Shared(nn.Module):
@@ -180,7 +189,7 @@ def test_a_layer_with_two_names_is_rounded_under_both(tmp_path: Path) -> None:
 
 
 def trained_outputs_of(model: nn.Module, x: Tensor, rounding: Rounding) -> Tensor:
-    round_weights(chosen_layers(model, rounding, ["first", "block.0"]).layers.values(), rounding)
+    round_weights(chosen_layers(model, rounding, ["first", "block.0"]), rounding)
     result: Tensor = model(x)
     return result
 
@@ -192,7 +201,7 @@ def test_transposed_layers_of_transformers_load(tmp_path: Path) -> None:
     export_quantized(model, tmp_path / "few", 4, 8)
     loaded = load(small_model("GPT2"), tmp_path / "few")
     assert isinstance(loaded.transformer.h[0].mlp.c_fc, PackedLinear)
-    round_weights(chosen_layers(model, rounding).layers.values(), rounding)
+    round_weights(chosen_layers(model, rounding), rounding)
     with torch.no_grad():
         one, other = model(ids).logits, loaded(ids).logits
     assert torch.allclose(one, other, atol=1e-6)
@@ -208,6 +217,88 @@ def test_int8_inputs_are_multiplied_in_integers() -> None:
     assert torch.allclose(layer(x).double(), sums * step.double() * scales[:, 0].double(), rtol=1e-6, atol=1e-9)
     assert layer(x).shape == (2, 5, 16)
     assert layer(x[0, 0]).shape == (16,)
+
+
+def calibrated(module: nn.Module, folder: Path, *batches: Tensor, **options: Any) -> list[str]:
+    """Export with fixed scales from batches; return the lines about it."""
+    options = {"bits": 8, "group_size": 0, "activations": "int8_static", **options}
+    return export_quantized(module, folder, calibrate=lambda module: [module(each) for each in batches], **options)
+
+
+class Reached(nn.Module):
+    """A layer for inputs of two and of three dimensions, and one that inputs of two dimensions don't reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return self.head(y if x.ndim == 2 else self.second(y))
+
+
+def test_calibration_gives_each_layer_a_fixed_scale(tmp_path: Path) -> None:
+    model, flat, deep = Reached(), torch.randn(6, 16), 2 * torch.randn(3, 5, 16)
+    lines = calibrated(model, tmp_path / "few", flat, deep, layers=["first", "second"])
+    assert "fixed scales" in lines[0]
+    loaded, expected = load(Reached(), tmp_path / "few"), max(flat.abs().max(), deep.abs().max()) / 127
+    scale = loaded.first.input_scale.view(torch.float32)
+    assert float(scale) == pytest.approx(float(expected), rel=1e-6)
+    for x in (flat, deep, 10 * flat):  # what is larger than in calibration is cut
+        numbers = (x / scale).round().clamp(-128, 127)
+        weight = loaded.first.weight.double()
+        sums = numbers.double() @ weight.t() * scale.double() + model.first.bias.double()
+        assert torch.allclose(loaded.first(x).double(), sums, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert float((loaded(deep) - model(deep)).norm() / model(deep).norm()) < 0.03
+    assert loaded.bfloat16()(deep.bfloat16()).dtype is torch.bfloat16
+    assert torch.equal(loaded.first.input_scale.view(torch.float32), scale)
+
+
+def test_a_layer_that_calibration_does_not_reach_stays(tmp_path: Path) -> None:
+    model = Reached()
+    lines = calibrated(model, tmp_path / "few", torch.randn(6, 16), layers="*")
+    assert lines_with(lines[0], "second.weight", "no calibration batch")
+    assert type(load(Reached(), tmp_path / "few").second) is nn.Linear
+    for number, (batches, words, error) in enumerate(
+        [
+            ((), ("ran none of first, second", "int8_static", "calibrate="), PresetError),
+            ((torch.zeros(2, 16),), ("first", "zero"), PresetError),
+            ((torch.full((2, 16), torch.inf),), ("inputs of first", "finite"), ConflictError),
+        ]
+    ):
+        with pytest.raises(error, match=mentions(*words)):
+            calibrated(model, tmp_path / str(number), *batches, layers=["first", "second"])
+        assert not (tmp_path / str(number)).exists()
+    with pytest.raises(PresetError, match=mentions("int8_static", "calibrate=lambda")):
+        export_quantized(model, tmp_path / "none", 8, 0, "int8_static")
+    with pytest.raises(PresetError, match="doesn't use"):
+        calibrated(model, tmp_path / "none", torch.randn(6, 16), activations="int8")
+    assert not any(part._forward_pre_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize("bits", [4, "fp8"])
+def test_attention_and_experts_load_and_compute_the_same(tmp_path: Path, bits: Any) -> None:
+    model, x, rounding = Mixture(), torch.randn(2, 5, 16), Rounding(bits, 8)
+    calibrated(model, tmp_path / "static", x, bits=bits, group_size=8)
+    export_quantized(model, tmp_path / "few", bits, 8)
+    loaded, choice = load(Mixture(), tmp_path / "few"), chosen_layers(model, rounding)
+    stored = load_file(tmp_path / "few" / "model.safetensors")
+    numbers = sum(value.nbytes for name, value in stored.items() if name.endswith((".codes", ".scales")))
+    count = sum(weight.parameter.numel() for weight in choice.weights.values())
+    assert numbers == count * ((8 if bits == "fp8" else bits) / 8 + 2 / 8)
+    round_weights(choice, rounding)
+    with torch.no_grad(), unfused_attention():
+        expected = model.eval()(x)
+        for way in (loaded, copy.deepcopy(loaded)):
+            assert torch.allclose(way(x), expected, atol=1e-6)
+        mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])  # torch would make a nested tensor of it
+        assert loaded.encoder(x, src_key_padding_mask=mask).shape == x.shape
+        difference = load(Mixture(), tmp_path / "static")(x) - expected
+    assert 0 < float(difference.norm() / expected.norm()) < 0.03  # of rounded inputs
+    assert loaded.experts.up.shape == (2, 24, 16)
+    assert "Packed" in type(loaded.encoder.layers[0].self_attn).__name__
 
 
 def test_what_cannot_be_exported_is_refused(model: Any, tmp_path: Path) -> None:

@@ -21,10 +21,11 @@ from lightning_solo.nn.fake_quantization import (
     Rounding,
     chosen_layers,
     levels_and_scales,
+    restore,
     round_weights,
     rounded,
+    unfused_attention,
 )
-from lightning_solo.nn.forwards import restore_forwards
 from lightning_solo.nn.packed_weights import dequantized
 from lightning_solo.nn.quantized import quantize, quantized
 from lightning_solo.nn.recomputation import checkpoint_blocks
@@ -32,7 +33,7 @@ from lightning_solo.techniques.quantization.technique import Quantization
 from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.models import small_model
-from tests.modules import Resumable, Stack, loader, regression
+from tests.modules import Mixture, Resumable, Stack, loader, regression
 from tests.training import equal
 
 Make = Callable[..., Any]
@@ -44,7 +45,7 @@ def stack(rounding: Rounding | None = None, blocks: int = 2) -> Stack:
     torch.manual_seed(0)
     module = Stack(blocks, width=WIDTH)
     if rounding is not None:
-        round_weights(chosen_layers(module, rounding).layers.values(), rounding)
+        round_weights(chosen_layers(module, rounding), rounding)
     return module
 
 
@@ -143,7 +144,7 @@ def test_training_beats_rounding_afterwards() -> None:
     plain, aware = copy.deepcopy(before), copy.deepcopy(before)
     for net, steps in ((aware, 60), (plain, 0)):
         train(plain, 60 - steps)
-        round_weights(chosen_layers(net, rounding).layers.values(), rounding)
+        round_weights(chosen_layers(net, rounding), rounding)
         train(aware, steps)
     assert 0 < loss(aware) < 0.5 * loss(plain)
 
@@ -190,25 +191,66 @@ def test_a_tied_head_is_rounded_with_its_embedding() -> None:
     choice = chosen_layers(model, rounding, ["head", "mixing"])
     assert sorted(choice.layers) == ["embedding", "head", "mixing"]
     before = list(model.state_dict())
-    round_weights(choice.layers.values(), rounding)
+    round_weights(choice, rounding)
     weight = rounded(model.embedding.weight, rounding)
     assert torch.equal(model.embedding(ids), weight)
     assert torch.equal(model.head(torch.eye(16)), weight.t())
     assert model.head.weight is model.embedding.weight
     assert list(model.state_dict()) == before
-    restore_forwards(choice.layers.values(), Rounding)
+    restore(choice)
     assert torch.equal(model.embedding(ids), model.embedding.weight)
 
 
 @pytest.mark.long
 def test_transposed_layers_of_transformers_are_rounded_along_their_inputs() -> None:
     model, rounding = small_model("GPT2"), Rounding(4, 8)
-    layers = chosen_layers(model, rounding).layers
-    assert {type(layer).__name__ for layer in layers.values()} == {"Conv1D"}
-    layer, x = layers["transformer.h.0.attn.c_attn"], torch.randn(2, 3, 16)
+    choice = chosen_layers(model, rounding)
+    assert {type(layer).__name__ for layer in choice.layers.values()} == {"Conv1D"}
+    layer, x = choice.layers["transformer.h.0.attn.c_attn"], torch.randn(2, 3, 16)
     weight = layer.weight.detach().t()
-    round_weights([layer], rounding)
+    round_weights(choice, rounding)
     assert torch.equal(layer(x), F.linear(x, dequantized(*levels_and_scales(weight, 4, 8)), layer.bias))
+
+
+INSIDE = {
+    "encoder.layers.0.self_attn": ["in_proj_weight", "out_proj.weight"],
+    "experts": ["up", "down"],
+    "cross": ["q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"],
+}
+
+
+def test_attention_and_experts_compute_with_rounded_weights() -> None:
+    rounding, module, reference, x = Rounding(3, 8), Mixture(), Mixture(), torch.randn(2, 5, 16)
+    choice = chosen_layers(module, rounding)
+    assert {name: names for name, (_, names) in choice.insides.items()} == INSIDE
+    assert sorted(choice.layers) == ["encoder.layers.0.linear1", "encoder.layers.0.linear2"]
+    assert list(chosen_layers(module, rounding, choice.names).weights) == list(choice.weights)
+    for name in choice.weights:
+        p = reference.get_parameter(name)
+        p.data = dequantized(*levels_and_scales(p.data, 3, 8))
+    keys = list(module.state_dict())
+    round_weights(choice, rounding)
+    for net in (module, reference):
+        net.zero_grad()
+        net(x).square().mean().backward()
+    assert equal([p.grad for p in module.parameters()], [p.grad for p in reference.parameters()], 1e-6)
+    with torch.no_grad(), unfused_attention():
+        assert torch.allclose(module.eval()(x), reference.eval()(x), atol=1e-5)
+        assert not torch.allclose(module(x), Mixture().eval()(x), atol=1e-1)
+    assert list(module.state_dict()) == keys
+    restore(choice)
+    assert not any("forward" in vars(part) for part in module.modules())
+
+
+@pytest.mark.parametrize("group_size", [0, 8])
+def test_fp8_rounds_to_floating_point_numbers(group_size: int) -> None:
+    weight = torch.randn(5, 24, generator=torch.Generator().manual_seed(1)) * torch.logspace(-30, 3, 5)[:, None]
+    levels, scales = levels_and_scales(weight, "fp8", group_size)
+    assert torch.equal(levels.to(torch.float8_e4m3fn).float(), levels)
+    groups = weight.view(5, -1, group_size or 24)
+    assert torch.equal(scales.float(), (groups.abs().amax(-1) / 448).bfloat16().float())
+    error = (rounded(weight, Rounding("fp8", group_size)) - weight).abs().view_as(groups)
+    assert bool((error <= groups.abs() / 16 + groups.abs().amax(-1, keepdim=True) / 448 / 512 + 1e-40).all())
 
 
 # --- memory ---
@@ -329,13 +371,8 @@ def test_weights_in_few_bits_and_adapters_are_refused() -> None:
 
 
 def test_layers_that_cannot_be_rounded_are_named() -> None:
-    class Attends(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2)
-
-    with pytest.raises(NothingToDoError, match=mentions("attention.in_proj_weight", "MultiheadAttention")):
-        chosen_layers(Attends(), Rounding(4, 0))
+    with pytest.raises(NothingToDoError, match=mentions("0.weight (of Conv1d)", "layers=[")):
+        chosen_layers(nn.Sequential(nn.Conv1d(8, 8, 2)), Rounding(4, 0))
     computed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
     with pytest.raises(NothingToDoError, match=mentions("0.parametrizations.weight.original1", "can't be rounded")):
         chosen_layers(nn.Sequential(computed, nn.Linear(8, 8)), Rounding(4, 0), ["0"])

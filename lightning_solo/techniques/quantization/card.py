@@ -25,14 +25,16 @@ def _wrong_layers(layers: str | Sequence[str]) -> str | None:
 class Settings(TechniqueSettings):
     """Arguments of Quantization."""
 
-    bits: int = setting(4, "bits of a weight", allowed=(2, 3, 4, 5, 6, 7, 8))
+    bits: int | str = setting(
+        4, "bits of a weight; fp8: numbers of torch.float8_e4m3fn", allowed=(2, 3, 4, 5, 6, 7, 8, "fp8")
+    )
     group_size: int = setting(32, "inputs of a layer whose weights share a scale; 0: a scale per row", at_least=0)
     activations: str = setting(
         "unchanged", "int8: each token of a layer's input is rounded to 8 bits, too", allowed=("unchanged", "int8")
     )
     layers: str | Sequence[str] = setting(
         LINEAR,
-        "linear: all linear layers but output heads; or patterns of names, as [mlp]",
+        "linear: all linear layers but output heads, attention of torch, and experts; or patterns of names, as [mlp]",
         check=_wrong_layers,
     )
     start_step: int = setting(0, "optimizer steps before weights are rounded", at_least=0)

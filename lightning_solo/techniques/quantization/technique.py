@@ -1,16 +1,20 @@
-"""Quantization-aware training: linear layers compute with weights of few bits, which are trained in full precision."""
+"""Quantization-aware training: layers compute with weights of few bits, which are trained in full precision."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from lightning_solo.attributes import replaced
 from lightning_solo.errors import PresetError, listed
 from lightning_solo.nn.blocks import counted
-from lightning_solo.nn.fake_quantization import RECORD, Rounding, chosen_layers, round_weights
-from lightning_solo.nn.forwards import restore_forwards
+from lightning_solo.nn.fake_quantization import (
+    RECORD,
+    Layers,
+    Rounding,
+    chosen_layers,
+    restore,
+    round_weights,
+)
 from lightning_solo.nn.packed_weights import kernels_past
 from lightning_solo.seams.run import Run, optimizer_steps
 from lightning_solo.seams.technique import Technique
@@ -20,7 +24,9 @@ OPTION = "callback.quantization"
 
 
 class Quantization(Technique, Settings):
-    """Rounds the weights of linear layers in each forward of a fit, so that the model learns to work with few bits.
+    """Rounds weights in each forward of a fit, so that the model learns to work with few bits.
+
+    They are those of linear layers, of torch's attention, and of experts in three dimensions.
 
     Parameters, keys, tied weights and optimizers stay as they are. Validation during the fit computes with rounded
     weights too. After the fit the module has its full weights and computes with them; `solo.export_quantized` and
@@ -33,14 +39,14 @@ class Quantization(Technique, Settings):
     phase = CARD.phase
 
     def _init_state(self) -> None:
-        self._layers: dict[str, nn.Module] = {}
+        self._choice = Layers()
         self._record: dict[str, Any] = {}
         self._rounding = Rounding(self.bits, self.group_size, self.activations, active=False)
 
     @property
     def quantized_layers(self) -> tuple[str, ...]:
-        """Qualified names of the layers that compute with rounded weights now; empty outside a fit."""
-        return tuple(self._layers) if self._rounding.active else ()
+        """Qualified names of the modules that compute with rounded weights now; empty outside a fit."""
+        return (*self._choice.layers, *self._choice.insides) if self._rounding.active else ()
 
     def transform(self, ctx: Run) -> None:
         """Make the layers round their weights.
@@ -52,27 +58,26 @@ class Quantization(Technique, Settings):
         """
         if not ctx.training:
             return
-        choice = chosen_layers(ctx.module, self._rounding, self.layers, OPTION)
-        self._layers.update(choice.layers)
+        self._choice = choice = chosen_layers(ctx.module, self._rounding, self.layers, OPTION)
         self._record = {}
         self._set(active=self.start_step == 0)
-        ctx.undo.callback(setattr, self._rounding, "active", False)
-        ctx.undo.callback(self._layers.clear)
-        ctx.undo.callback(restore_forwards, choice.layers.values(), Rounding)
-        round_weights(choice.layers.values(), self._rounding)
-        for part, name, value in kernels_past(ctx.module, [*choice.layers.values()]):
+        ctx.undo.callback(self._leave)
+        ctx.undo.callback(restore, choice)
+        round_weights(choice, self._rounding)
+        for part, name, value in kernels_past(ctx.module, choice.modules):
             ctx.undo.enter_context(replaced(part, name, value))
         scale = f"groups of {self.group_size}" if self.group_size else "rows"
         left = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
         ctx.info(
-            f"quantization: {counted(choice.layers.values())} compute with weights of {self.bits} bits, by {scale}"
+            f"quantization: {counted(choice.modules)} compute with weights"
+            f" {'in fp8' if self.bits == 'fp8' else f'of {self.bits} bits'}, by {scale}"
             f"{f', from step {self.start_step} on' if self.start_step else ''}; {choice.left_share:.0%} of the numbers"
             f" stay as they are{f': {left}' if left else ''}"
         )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         steps = trainer.estimated_stepping_batches
-        if self._layers and self.start_step >= steps > 0:
+        if self._choice.weights and self.start_step >= steps > 0:
             raise PresetError(
                 f"{OPTION}.start_step={self.start_step}: the run has {steps} optimizer steps, and would end before"
                 f" weights are rounded; write {OPTION}.start_step={int(steps) // 2} or less, or train longer"
@@ -80,15 +85,16 @@ class Quantization(Technique, Settings):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Round from the first step on that is to be trained so."""
-        if self._layers:
+        if self._choice.weights:
             self._set(active=optimizer_steps(trainer) >= self.start_step)
 
     def _set(self, *, active: bool) -> None:
         self._rounding.active = active
         if active and not self._record:
-            # embeddings aren't chosen by name: they follow the layers that share their weight
-            layers = [name for name, layer in self._layers.items() if not isinstance(layer, nn.Embedding)]
-            self._record = {**self._rounding.as_record(), "layers": layers}
+            self._record = {**self._rounding.as_record(), "layers": self._choice.names}
+
+    def _leave(self) -> None:
+        self._rounding.active, self._choice = False, Layers()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the settings of the rounding, with which an export rounds the same; nothing before the first rounding."""
