@@ -70,14 +70,15 @@ def factors_of(
     if start == "random":
         # the mean square of the product is rank * std ** 4
         std = (float(exact.square().mean()) or 1 / columns) ** 0.25 / rank**0.25
-        pair = torch.randn(rows, int(rank)).mul_(std), torch.randn(int(rank), columns).mul_(std)
+        left, right = torch.randn(rows, int(rank)).mul_(std), torch.randn(int(rank), columns).mul_(std)
     else:
         left, values, right = torch.linalg.svd(exact, full_matrices=False)
         count = rank if isinstance(rank, int) else _rank_of_share(values, rank)
         root = values[:count].sqrt()
-        rows_of_zeros = ~exact.any(1, keepdim=True)  # as that of padding, which stays so to the bit
-        pair = (left[:, :count] * root).masked_fill_(rows_of_zeros, 0), root[:, None] * right[:count]
-    first, second = (each.to(weight.device, weight.dtype).contiguous() for each in pair)
+        left, right = left[:, :count] * root, root[:, None] * right[:count]
+    if (nonzero := exact.any(1, keepdim=True)).any():  # rows of zeros, as that of padding, stay so to the bit
+        left = left.masked_fill(~nonzero.to(left.device), 0)
+    first, second = (each.to(weight.device, weight.dtype).contiguous() for each in (left, right))
     return first, second
 
 
@@ -304,6 +305,10 @@ def _unfit(p: nn.Parameter, name: str, part: nn.Module, inside: set[int]) -> str
         return "an embedding"
     if reason := unsuitable(part, name.rpartition(".")[2], p):
         return reason
+    if "." not in name:
+        return "the module itself, whose place is outside of it"
+    if part._buffers or part._modules or part._parameters.keys() - {"weight", "bias"}:
+        return f"of {type(part).__name__}, with more tensors than weight and bias"
     return f"of {type(part).__name__}, with {p.ndim} dimensions" if p.ndim > 2 else None
 
 
@@ -311,6 +316,8 @@ def _unfit_for_table(name: str, part: nn.Module) -> str | None:
     """Return why a module can't take the factors of its table, or None."""
     if "forward" in vars(part):
         return "is changed by something else"
+    if "." not in name:
+        return "is the module itself, whose place is outside of it"
     if isinstance(part, nn.Embedding):
         if part.sparse:
             return "has sparse gradients, which its second factor doesn't have (write sparse=False)"

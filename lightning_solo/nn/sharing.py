@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,7 +24,7 @@ class Sharing:
     Attributes:
         groups: names of the blocks of each group.
         names: name of a parameter -> name of the one in the first block of its group, which is the same parameter.
-        own: name of each shared parameter, first blocks included -> its numbers before.
+        own: name of each shared parameter -> the parameter before; in first blocks a copy of its numbers.
         left_out: name of a parameter that each block keeps -> the reason.
         before, after: bytes of the module's parameters.
     """
@@ -76,6 +76,7 @@ def share_blocks(
         )
     if quantized := [name for name, block in blocks.items() if any(weights_in(part) for part in block.modules())]:
         raise ConflictError(f"{option} and {quantized[0]}, whose weights have 4 or 8 bits; load plain weights")
+    earlier: dict[str, str] = {}
     for names in sharing.groups:
         every = [dict(blocks[name].named_parameters(remove_duplicate=False)) for name in names]
         for own, leader in every[0].items():
@@ -86,28 +87,32 @@ def share_blocks(
                 sharing.left_out[full[0]] = "frozen in some of the blocks"
             elif len({*parameters}) > 1:
                 _share(module, sharing, leader, dict(zip(full, parameters, strict=True)), start)
-    if not sharing.names and not sharing.left_out:
-        sharing.groups.clear()  # they share already
+            else:
+                earlier |= dict.fromkeys(full[1:], full[0])
+    sharing.names = sharing.names or earlier
     sharing.after = _nbytes(module)
     return sharing
 
 
-def separate(module: nn.Module, groups: Iterable[Iterable[str]]) -> None:
+def separate(module: nn.Module, sharing: Sharing) -> None:
     """Give each block of a group but the first parameters of its own, equal to those that it shares."""
-    for first, *others in groups:
-        shared = {*module.get_submodule(first).parameters()}
-        for name in others:
-            copies = {p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in shared}
-            for part in module.get_submodule(name).modules():
-                part._parameters.update({own: copies[p] for own, p in part._parameters.items() if p in copies})
+    for block in (name for _, *others in sharing.groups for name in others):
+        shared = {name: module.get_parameter(name) for name in sharing.names if name.startswith(f"{block}.")}
+        copies = {p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in {*shared.values()}}
+        for name, p in shared.items():
+            _set(module, name, copies[p])
 
 
 @torch.no_grad()
 def take_back(module: nn.Module, sharing: Sharing) -> None:
-    """Give blocks the numbers that they had before they shared."""
-    separate(module, sharing.groups)
-    for name, numbers in sharing.own.items():
-        module.get_parameter(name).copy_(numbers)
+    """Give blocks the parameters and numbers that they had before they shared."""
+    for name, before in sharing.own.items():
+        now = module.get_parameter(name)
+        if isinstance(before, nn.Parameter):
+            before.data = before.to(now.device)
+            _set(module, name, before)
+        else:
+            now.copy_(before)
 
 
 @contextmanager
@@ -128,12 +133,14 @@ def _share(
 ) -> None:
     first = next(iter(parameters))
     has_numbers = not (leader.is_meta or isinstance(leader, FakeTensor))
-    is_new = not any(leader is module.get_parameter(name) for name in sharing.names)  # under another name in its block
+    alias = next(
+        (name for name in sharing.names.values() if module.get_parameter(name) is leader), None
+    )  # in its block
     if has_numbers:
-        sharing.own |= {name: p.detach() for name, p in parameters.items()}
-        sharing.own[first] = leader.detach().clone()
+        sharing.own |= parameters
+        sharing.own[first] = leader.detach().clone() if alias is None else sharing.own[alias]
     differ = has_numbers and not all(torch.equal(one, other) for one, other in pairwise(parameters.values()))
-    if start == "mean" and differ and is_new:
+    if start == "mean" and differ and alias is None:
         wide = torch.promote_types(leader.dtype, torch.float32)
         leader.copy_(sum((p.to(wide) for p in parameters.values()), torch.zeros((), dtype=wide)) / len(parameters))
     for name in list(parameters)[1:]:

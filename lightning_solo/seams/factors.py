@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
-from lightning_solo.errors import CheckpointError, ConflictError, listed
+from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, listed
 from lightning_solo.nn.blocks import counted
 from lightning_solo.nn.factorized_layers import Factorized
 from lightning_solo.nn.factorizing import (
@@ -47,13 +47,9 @@ class Factorizing(Technique):
         self._new: dict[str, Factorized] = {}  # whose layers have their weights of before until training starts
         self._merged: dict[str, Factorized] = {}
 
-    def factorize(self, ctx: Run) -> Change:
+    def factorize(self, ctx: Run, rank: int | float) -> Change:
         """Replace the layers of a module with dense weights."""
         raise NotImplementedError
-
-    def factorized_layers(self, module: Any) -> dict[str, Factorized]:
-        """Return qualified name -> layer of this technique in a module."""
-        return factorized(module, self.kinds)
 
     # --- a run ---
 
@@ -75,7 +71,7 @@ class Factorizing(Technique):
         if self._is_in:
             return
         name, self._merged = self.option.rpartition(".")[2], {}
-        if present := self.factorized_layers(ctx.module):
+        if present := factorized(ctx.module, self.kinds):
             ctx.info(f"{name}: {counted(present.values())} of an earlier fit are trained further")
             self._refuse_other_ranks({each: layer.rank for each, layer in present.items()}, "the module's layers have")
         elif record is not None:
@@ -84,8 +80,12 @@ class Factorizing(Technique):
             except AttributeError as error:
                 raise CheckpointError(f"the checkpoint has factors of other layers ({error}): load it into a module of"
                                       " the class that was trained") from error  # fmt: skip
+        elif self.rank is None:
+            raise NothingToDoError(
+                f"{self.option} has no rank; write {self.option}.rank=64, or a share of the energy as 0.95"
+            )
         else:
-            change = self.factorize(ctx)
+            change = self.factorize(ctx, self.rank)
             self._new = change.layers
             ranks = sorted({layer.rank for layer in change.layers.values()})
             left = listed([f"{each} ({reason})" for each, reason in change.left_out.items()], 5)
@@ -121,7 +121,7 @@ class Factorizing(Technique):
             self._new = {}
             return
         if self.after_fit == "merge":
-            self._merged = self.factorized_layers(ctx.module)
+            self._merged = factorized(ctx.module, self.kinds)
             merge_factors(ctx.module, self.kinds)
 
     # --- checkpoints ---
@@ -156,7 +156,7 @@ class FactorCheckpoint(Checkpoint):
     def saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return the checkpoint with the forms of the layers, beside those of other techniques."""
         technique = self._technique
-        if not (layers := technique._merged or technique.factorized_layers(self._ctx.module)):
+        if not (layers := technique._merged or factorized(self._ctx.module, technique.kinds)):
             return checkpoint
         record, others = record_of(layers), checkpoint.get(RECORD, {"layers": {}, "tied": {}})
         return {**checkpoint, RECORD: {key: {**others[key], **record[key]} for key in record}}

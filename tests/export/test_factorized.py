@@ -52,7 +52,7 @@ def model() -> Any:
     return names["Tied"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, long(torch.bfloat16)])
+@pytest.mark.parametrize("dtype", [long(torch.float32), long(torch.bfloat16)])
 def test_it_loads_without_this_package_and_computes_the_same(model: Any, tmp_path: Path, dtype: torch.dtype) -> None:
     module = model().to(dtype)
     factorize_linear(module, 5)

@@ -108,11 +108,12 @@ def test_the_start_is_nearest_to_the_weight() -> None:
     assert torch.dist(module.embedding.weight.detach(), weight) == pytest.approx(float(values[11:].norm()), rel=1e-4)
 
 
-def test_padding_stays_zero() -> None:
+@pytest.mark.parametrize("start", ["svd", "random"])
+def test_padding_stays_zero(start: str) -> None:
     module = Words(padding_idx=3)
     with torch.no_grad():
         module.embedding.weight[3] = 0
-    factorize_embedding(module, 4)
+    factorize_embedding(module, 4, start=start)
     assert module.embedding.padding_idx == 3
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     ids = torch.tensor([[3, 3, 5]])

@@ -102,6 +102,17 @@ def test_a_factorized_module_computes_as_torchs_layers_with_its_products() -> No
     assert torch.equal(layer.weight, layer[1].weight @ layer[0].weight)  # for who reads it
 
 
+def test_layers_that_factors_cannot_stand_for_stay() -> None:
+    alone, scaled = nn.Linear(16, 16), nn.Linear(16, 16)
+    with pytest.raises(NothingToDoError, match="the module itself"):
+        factorize_linear(alone, 2)
+    assert alone.bias is not None
+    scaled.register_buffer("scale", torch.ones(1))
+    change = factorize_linear(nn.Sequential(scaled, nn.Linear(16, 16)), 2)
+    assert [*change.layers] == ["1"]
+    assert "more tensors" in change.left_out["0.weight"]
+
+
 def test_bytes_are_those_of_the_factors() -> None:
     module = stack()
     change = factorize_linear(module, 3)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lightning_solo as solo
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError
 from lightning_solo.nn.blocks import named_blocks
-from lightning_solo.nn.sharing import Sharing, as_before, separate, share_blocks
+from lightning_solo.nn.sharing import Sharing, as_before, separate, share_blocks, take_back
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.shared_blocks.technique import SharedBlocks
 from tests.conftest import long
@@ -68,15 +68,15 @@ def test_groups_of_blocks_have_one_blocks_parameters(group: int | None, start: s
     with as_before(module, sharing.own):
         assert torch.equal(module(x), before(x))
     assert module.blocks[1].up.weight is module.blocks[0].up.weight
-    separate(module, sharing.groups)
+    separate(module, sharing)
     assert len([*module.parameters()]) == len([*before.parameters()])
 
 
 def test_gradients_are_the_sums_over_the_blocks() -> None:
     module = stack()
-    share(module)
+    sharing = share(module)
     dense = copy.deepcopy(module)
-    separate(dense, [[f"blocks.{number}" for number in range(4)]])
+    separate(dense, sharing)
     x = torch.randn(5, 8)
     for each in (module, dense):
         each(x).square().mean().backward()
@@ -125,6 +125,17 @@ def test_buffers_stay_each_blocks_own_and_ties_stay() -> None:
     assert "head.weight" in sharing.left_out["blocks.0.outside.weight"]
     assert "frozen" in sharing.left_out["blocks.0.norm.bias"]
     assert module.blocks[0].norm.bias is not module.blocks[1].norm.bias
+    separate(module, sharing)
+    assert module.blocks[1].outside.weight is module.head.weight
+    assert module.blocks[1].one.weight is module.blocks[1].other.weight is not module.blocks[0].one.weight
+
+
+def test_blocks_that_were_not_trained_get_their_own_parameters_back() -> None:
+    module, before = Nets(), Nets()
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    take_back(module, share(module, start="mean"))
+    assert equal(module, before)
+    assert all(p is parameters[name] for name, p in module.named_parameters(remove_duplicate=False))
 
 
 @pytest.mark.parametrize("kind", [long("Llama"), long("T5"), long("Mixtral"), long("Bert")])
@@ -207,6 +218,8 @@ def test_a_second_fit_trains_shared_blocks_further(make_trainer: Make, caplog: p
     with caplog.at_level("INFO"):
         fit(make_trainer, SharedBlocks(), module=module)
     assert lines_with(caplog.text, "shared_blocks", "earlier fit")
+    fit(make_trainer, SharedBlocks(after_fit="separate"), module=module)
+    assert module.net.blocks[1].up.weight is not module.net.blocks[0].up.weight
 
 
 # --- refused ---

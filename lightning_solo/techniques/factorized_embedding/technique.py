@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_solo.errors import NothingToDoError
 from lightning_solo.nn.factorizing import Change, factorize_embedding
 from lightning_solo.seams.factors import Factorizing
 from lightning_solo.seams.run import Run
@@ -24,14 +23,6 @@ class FactorizedEmbedding(Factorizing, Settings):
     kinds = ("embedding", "head")
     option = OPTION
 
-    def factorize(self, ctx: Run) -> Change:
-        """Replace the embedding.
-
-        Raises:
-            NothingToDoError: no rank is written, or there is no such embedding.
-            PresetError: there are several, or the factors have no fewer numbers.
-            ConflictError: it can't be factorized.
-        """
-        if self.rank is None:
-            raise NothingToDoError(f"{OPTION} has no rank; write {OPTION}.rank=64, or a share of the energy as 0.95")
-        return factorize_embedding(ctx.module, self.rank, self.embedding, self.start, ctx.device, OPTION)
+    def factorize(self, ctx: Run, rank: int | float) -> Change:
+        """Replace the embedding."""
+        return factorize_embedding(ctx.module, rank, self.embedding, self.start, ctx.device, OPTION)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_solo.errors import NothingToDoError
 from lightning_solo.nn.factorizing import Change, factorize_linear
 from lightning_solo.seams.factors import Factorizing
 from lightning_solo.seams.run import Run
@@ -25,13 +24,6 @@ class LowRank(Factorizing, Settings):
     kinds = ("linear",)
     option = OPTION
 
-    def factorize(self, ctx: Run) -> Change:
-        """Replace the layers.
-
-        Raises:
-            NothingToDoError: no rank is written, no layer would get smaller, or a pattern matches nothing.
-            ConflictError: a pattern matches only what can't be factorized; or a weight isn't finite.
-        """
-        if self.rank is None:
-            raise NothingToDoError(f"{OPTION} has no rank; write {OPTION}.rank=64, or a share of the energy as 0.95")
-        return factorize_linear(ctx.module, self.rank, self.layers, self.start, ctx.device, OPTION)
+    def factorize(self, ctx: Run, rank: int | float) -> Change:
+        """Replace the layers."""
+        return factorize_linear(ctx.module, rank, self.layers, self.start, ctx.device, OPTION)

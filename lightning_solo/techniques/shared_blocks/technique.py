@@ -66,7 +66,7 @@ class SharedBlocks(Technique, Settings):
         sharing = share_blocks(ctx.module, blocks, self.group, start, OPTION)
         self._names, self._sharing, self._is_in = dict(sharing.names), sharing, True
         ctx.undo.callback(self._leave, ctx)
-        if not sharing.groups:
+        if sharing.before == sharing.after:
             ctx.info("shared_blocks: the blocks share since an earlier fit, and are trained further")
             return
         sizes = " and ".join(str(size) for size in sorted({len(names) for names in sharing.groups}))
@@ -95,7 +95,8 @@ class SharedBlocks(Technique, Settings):
             self._sharing.own = {}
         elif self.after_fit == "keep":
             return
-        separate(ctx.module, self._sharing.groups)
+        else:
+            separate(ctx.module, self._sharing)
         self._names = {}
 
     def checkpoint(self, ctx: Run) -> Checkpoint:
