@@ -20,17 +20,19 @@ class Phase(IntEnum):
     """Adds or freezes parameters, as adapters do."""
     FACTORIZE = 4
     """Replaces weights by fewer ones; later phases see those."""
-    REWRITE = 5
-    """Replaces modules, or the precision in which weights are stored."""
-    SAVED_TENSORS = 6
+    STORE = 5
+    """Stores weights otherwise, in fewer bits or on the host; later phases compute with those."""
+    REWRITE = 6
+    """Replaces modules, or the way in which they compute."""
+    SAVED_TENSORS = 7
     """Changes the tensors that are kept for backward."""
-    COMPILE = 7
+    COMPILE = 8
     """Compiles the result of the earlier phases."""
-    OPTIMIZER = 8
+    OPTIMIZER = 9
     """Replaces the optimizer; later phases see its replacement."""
-    STATES = 9
+    STATES = 10
     """Stores optimizer states otherwise, or moves them."""
-    STEP = 10
+    STEP = 11
     """Changes when gradients are summed, used and freed."""
-    OBSERVE = 11
+    OBSERVE = 12
     """Only observes."""

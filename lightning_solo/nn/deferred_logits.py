@@ -81,6 +81,11 @@ def output_heads(module: nn.Module, head: str = AUTO) -> dict[str, nn.Linear]:
     chosen = [part[-1] if isinstance(part, Factorized) else part for part in chosen]
     for part in chosen:
         if not _is_linear(part):
+            if "base_layer" in part._modules:
+                raise ConflictError(
+                    f"chunked cross-entropy: the head {names[part]!r} has an adapter, which adds to its logits; write"
+                    " callback.adapters.targets without it, or ~callback.chunked_cross_entropy"
+                )
             raise ConflictError(
                 f"chunked cross-entropy: the head {names[part]!r} is a {type(part).__name__}, which isn't computed as a"
                 " linear layer; write callback.chunked_cross_entropy.head=<name of an nn.Linear>, or"

@@ -77,7 +77,7 @@ def chosen_weights(
         NothingToDoError: no frozen weight can be quantized, or a pattern matches none.
         ConflictError: a pattern matches a weight that is trained.
     """
-    choice, trained, matched = Choice(), list[str](), set[str]()
+    choice, trained, trained_tables, matched = Choice(), list[str](), list[str](), set[str]()
     settings = {"embeddings": embeddings, "head": head}
     weights, apart = weights_of(plain_modules(module, remove_duplicate=False)), kept_parameters(module)
     hits = selected([name for weight in weights for name in weight.users], patterns or ())
@@ -89,9 +89,10 @@ def chosen_weights(
         reason, table = _table(weight, apart.get(id(p)), settings)
         others = (unsuitable(part, full.rpartition(".")[2], p) for full, part in weight.layers.items())
         reason = reason or next(filter(None, others), None)  # a tied weight is stored in one way for all its layers
+        trained_tables.extend(weight.layers if table and p.requires_grad else ())
+        left_bytes = 0
         for full, part in weight.layers.items():
             name, _, own = full.rpartition(".")
-            is_listed = embeddings != "unchanged" or kind_of(part, own) != "embedding"
             if reason is None:
                 matched.update(mine)
             if p.requires_grad and reason is None:
@@ -101,9 +102,10 @@ def chosen_weights(
                 choice.modules.setdefault(name, (part, []))[1].append(own)
                 if table:
                     choice.tables[id(p)] = table
-            elif not p.requires_grad and is_listed and p.is_floating_point():
+            elif not p.requires_grad and p.is_floating_point():
+                left_bytes = p.nbytes  # once, under however many names
                 choice.left_out[full] = reason or "no pattern matches it"
-                choice.left_bytes += p.nbytes
+        choice.left_bytes += left_bytes
     if missed := [each for each in patterns or () if each not in matched]:
         linear = [weight.name.removesuffix(".weight") for weight in weights if weight.kinds & {"linear", "transposed"}]
         raise NothingToDoError(
@@ -111,7 +113,7 @@ def chosen_weights(
             f" {listed(linear, 8) or 'no linear layers'}"
         )
     if required:
-        _refuse_nothing(choice, trained, type(module).__name__, settings)
+        _refuse_nothing(choice, trained, trained_tables, type(module).__name__, settings)
     return choice
 
 
@@ -136,7 +138,9 @@ def _refuse_trained(name: str, hits: Sequence[str]) -> None:
         )
 
 
-def _refuse_nothing(choice: Choice, trained: Sequence[str], kind: str, settings: Mapping[str, str]) -> None:
+def _refuse_nothing(
+    choice: Choice, trained: Sequence[str], trained_tables: Sequence[str], kind: str, settings: Mapping[str, str]
+) -> None:
     """Refuse a choice without a weight, or without an embedding or output head where these are asked for."""
     reasons = {name: f"{name} ({reason})" for name, reason in choice.left_out.items()}
     found = {role for role, _ in choice.tables.values()}
@@ -144,7 +148,8 @@ def _refuse_nothing(choice: Choice, trained: Sequence[str], kind: str, settings:
         found.add("embeddings")
     words = {"embeddings": "frozen embedding", "head": "frozen output head"}
     for role in [role for role, value in settings.items() if value != "unchanged" and role not in found]:
-        tables = ", ".join(text for name, text in reasons.items() if choice.left_out[name].startswith(_OF_TABLES))
+        found_tables = [text for name, text in reasons.items() if choice.left_out[name].startswith(_OF_TABLES)]
+        tables = ", ".join([*found_tables, *(f"{name} (trained)" for name in trained_tables)])
         raise NothingToDoError(
             f"{OPTION}.{role}={settings[role]}: {kind} has no {words[role]} that can be stored so"
             f"{f'; there are {tables}' if tables else ''}; write {OPTION}.{role}=unchanged"

@@ -24,6 +24,7 @@ from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.adapters.technique import Adapters
+from lightning_solo.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.exact_resume.technique import ExactResume
 from lightning_solo.techniques.layer_freezing.technique import LayerFreezing
@@ -634,3 +635,12 @@ def test_weights_in_4_bits_are_counted_as_parameters(make_trainer: Make, caplog:
 def test_two_of_them_in_one_run_are_refused(make_trainer: Make) -> None:
     with pytest.raises(ConflictError, match=mentions("two Adapters", "drop one")):
         fit(make_trainer, Adapters(r=4), Adapters(r=2, adapter_name="second"))
+
+
+def test_the_loss_of_a_head_with_an_adapter_is_not_chunked(make_trainer: Make) -> None:
+    module = regression(L, nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9)), loss=nn.functional.cross_entropy)
+    callbacks = [ChunkedCrossEntropy(head="net.1"), Adapters(targets=["net.1"])]
+    match = r"'net\.1' has an adapter.*write callback.adapters.targets without it, or ~callback.chunked_cross_entropy"
+    with pytest.raises(ConflictError, match=match):
+        make_trainer(L, callbacks=callbacks, max_steps=1).fit(module, loader(1))
+    assert type(module.net[1]) is nn.Linear

@@ -129,9 +129,11 @@ def test_heads_embeddings_and_attention_are_left_out_and_ties_stay() -> None:
     module = Tied()
     choice = chosen_weights(module)
     assert list(choice.modules) == ["one", "two"]
-    assert set(choice.left_out) == {"head.weight", "attention.in_proj_weight", "attention.out_proj.weight"}
+    attention = {"attention.in_proj_weight", "attention.out_proj.weight"}
+    assert set(choice.left_out) == {"positions.weight", "embedding.weight", "head.weight"} | attention
     assert choice.left_out["head.weight"] == "output head"
-    assert choice.left_bytes == 4 * (40 * 16 + 48 * 16 + 16 * 16)
+    assert choice.left_out["positions.weight"] == "an embedding"
+    assert choice.left_bytes == 4 * (module.positions.weight.numel() + 40 * 16 + 48 * 16 + 16 * 16)
     choice = chosen_weights(module, embeddings="int8")
     assert list(choice.modules) == ["positions", "one", "two"]
     remedy = "write callback.quantized_base.embeddings=int8 and callback.quantized_base.head=int8"
@@ -151,7 +153,7 @@ def test_heads_embeddings_and_attention_are_left_out_and_ties_stay() -> None:
     with pytest.raises(NothingToDoError, match=r"head.weight .*head=unchanged|embeddings=unchanged"):
         chosen_weights(module, head="int8", embeddings="int8")
     module.head.weight.requires_grad_(True)
-    with pytest.raises(NothingToDoError, match=r"head=host: .*no frozen output head"):
+    with pytest.raises(NothingToDoError, match=r"head=host: .*no frozen output head.*head.weight \(trained\)"):
         chosen_weights(module, embeddings="host", head="host")
 
 
@@ -210,9 +212,9 @@ def test_embeddings_and_heads_in_8_bits_and_on_the_host_train_as_rounded_ones(
         for layer in (block.up, block.down):
             layer.weight.data = quantized(layer.weight, "int8").dequantized()
     technique = QuantizedBase("int8", embeddings=embeddings, head=head)
-    chunked = [solo.ChunkedCrossEntropy(chunk_tokens=10)] if chunks else []
+    chunked = [solo.ChunkedCrossEntropy(chunk_tokens=10)] if chunks else []  # listed first, it acts later
     fits = {"max_epochs": 2, "num_sanity_val_steps": 1}
-    make_trainer(L, callbacks=[technique, *chunked, tables], **fits).fit(module, sentences(), sentences(1))
+    make_trainer(L, callbacks=[*chunked, technique, tables], **fits).fit(module, sentences(), sentences(1))
     make_trainer(L, **fits).fit(plain, sentences(), sentences(1))
     assert tables.formats == [embeddings, head]
     for one, other, first in zip(trained(module), trained(plain), trained(before), strict=True):
@@ -268,7 +270,11 @@ def test_models_of_transformers(kind: str) -> None:
     model = hugging_face(kind)
     choice = chosen_weights(model)
     routers = {"moe": {f"model.layers.{index}.mlp.gate.weight" for index in range(2)}}
-    assert set(choice.left_out) == {"lm_head.weight", *routers.get(kind, ())}
+    tables = {"transformer.wte.weight", "transformer.wpe.weight"} if kind == "gpt2" else {"model.embed_tokens.weight"}
+    assert set(choice.left_out) == {"lm_head.weight", *tables, *routers.get(kind, ())}
+    assert choice.left_bytes == sum(
+        model.get_parameter(name).nbytes for name in choice.left_out if name != "transformer.wte.weight"
+    )
     if kind == "moe":  # its experts are parameters of three dimensions
         assert {p.ndim for p in choice.parameters().values()} == {2, 3}
     ids = torch.arange(20).view(2, 10) % 64

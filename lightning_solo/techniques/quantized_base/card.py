@@ -44,7 +44,7 @@ class Settings(TechniqueSettings):
 CARD = Card(
     name="quantized_base",
     target="lightning_solo.techniques.quantized_base.technique:QuantizedBase",
-    phase=Phase.REWRITE,
+    phase=Phase.STORE,
     settings=Settings,
     saves="of each frozen weight in bf16 1.48 of 2 bytes, in fp32 3.48 of 4; with int8 1 of 2, or 3 of 4; with host"
     " all",
