@@ -69,6 +69,18 @@ def fit(make_trainer: Make, *callbacks: Any, module: Any = None, **arguments: An
     return module
 
 
+class Normed(nn.Module):
+    """Layers with running statistics between them, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.head = nn.Linear(WIDTH, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(self.norm(self.up(x)).relu()))
+
+
 def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
@@ -168,6 +180,15 @@ def test_states_without_the_shape_of_their_weight_are_refused(make_trainer: Make
     torch.save(checkpoint, path)
     with pytest.raises(CheckpointError, match=mentions("exp_avg", "net.up.weight", "load_state_dict")):
         fit(make_trainer, Pruning(**HALF), ckpt_path=path, weights_only=True)
+
+
+def test_running_statistics_are_cut_and_trained(make_trainer: Make) -> None:
+    torch.manual_seed(0)
+    module = regression(L, Normed())
+    fit(make_trainer, Pruning(**HALF), module=module)
+    assert module.net.norm.running_mean.shape == (12,)
+    assert int(module.net.norm.num_batches_tracked) == STEPS  # none of the trial steps is counted
+    assert module.net.head.weight.shape == (1, WIDTH)
 
 
 def test_a_second_fit_removes_nothing_more_and_another_amount_counts_from_the_first(make_trainer: Make) -> None:

@@ -100,6 +100,11 @@ class Structured:
                 rollback.save()
                 stack.callback(rollback.restore)
                 stack.enter_context(attributes_kept(module))
+                copies: dict[Tensor, Tensor] = {}  # on which backward depends; the buffers are restored in place
+                for part in module.modules():
+                    for name, value in part._buffers.items():
+                        if value is not None:
+                            part._buffers[name] = copies.setdefault(value, value.clone())
                 return step()
 
         return one
