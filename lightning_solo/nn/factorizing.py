@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed
 from lightning_solo.nn.adapted import plain, plain_modules
 from lightning_solo.nn.factorized_layers import KINDS, Factorized, built, put, tie
-from lightning_solo.nn.named_weights import kept_parameters, matching, weights_of
+from lightning_solo.nn.named_weights import kept_parameters, matching, parameter_bytes, weights_of
 from lightning_solo.nn.quantizable import unsuitable
 
 RECORD = "factors"
@@ -127,7 +127,7 @@ def factorize_linear(
         ConflictError: a pattern matches only what can't be factorized; or a weight isn't finite.
     """
     at = f"{option}." if option else ""
-    change, every = Change(before=_nbytes(module)), _matrices(module)
+    change, every = Change(before=parameter_bytes(module)), _matrices(module)
     names = [name for owners in every.values() for name in owners]
     hits = {pattern: matching(names, [pattern], f"{at}layers") for pattern in patterns or ()}
     asked, kept = set[str]().union(*hits.values()), kept_parameters(module)
@@ -167,7 +167,7 @@ def factorize_linear(
         )
     for p in list(factors):
         _replace(module, change, every[p], "linear", p, factors.pop(p))
-    change.after = _nbytes(module)
+    change.after = parameter_bytes(module)
     return change
 
 
@@ -197,13 +197,12 @@ def factorize_embedding(
         ConflictError: it can't be factorized.
     """
     at = f"{option}." if option else ""
-    change = Change(before=_nbytes(module))
+    change = Change(before=parameter_bytes(module))
     every = _matrices(module)
     tables = {p: o for p, o in every.items() if any(isinstance(part, nn.Embedding) for part in o.values())}
     if not tables:
-        raise NothingToDoError(
-            f"{type(module).__name__} has no torch.nn.Embedding to factorize{_or_drop(option, 'write ')}"
-        )
+        remedy = f"; write ~{option}" if option else ""
+        raise NothingToDoError(f"{type(module).__name__} has no torch.nn.Embedding to factorize{remedy}")
     if name is not None:
         hits = matching([each for owners in tables.values() for each in owners], [name], f"{at}embedding")
         tables = {p: owners for p, owners in tables.items() if hits & set(owners)}
@@ -231,7 +230,7 @@ def factorize_embedding(
             f" {first_name}; write {at}rank={limit} or less"
         )
     _replace(module, change, owners, "embedding", p, (first, second.t().contiguous()))
-    change.after = _nbytes(module)
+    change.after = parameter_bytes(module)
     return change
 
 
@@ -352,12 +351,8 @@ def _is_transposed(part: nn.Module) -> bool:
     return type(part).__name__ == "Conv1D"  # of transformers
 
 
-def _or_drop(option: str, or_write: str = "or ~") -> str:
-    return f"; {or_write.replace('~', '')}~{option}" if option else ""
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters() if not isinstance(p, UninitializedParameter))
+def _or_drop(option: str) -> str:
+    return f", or ~{option}" if option else ""
 
 
 def _replace(

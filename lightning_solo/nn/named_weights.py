@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_solo.errors import ConflictError, NothingToDoError, listed, nearest
 from lightning_solo.nn.adapted import plain, plain_modules
@@ -116,6 +117,11 @@ class Weight:
     def kinds(self) -> set[str | None]:
         """What it is in its modules, as `kind_of` says."""
         return {kind_of(part, name.rpartition(".")[2]) for name, part in self.users.items()}
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's parameters that have a shape."""
+    return sum(p.nbytes for p in module.parameters() if not isinstance(p, UninitializedParameter))
 
 
 def weights_of(modules: Iterable[tuple[str, nn.Module]]) -> list[Weight]:

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed
+from lightning_solo.nn.named_weights import parameter_bytes
 from lightning_solo.nn.quantized import weights_in
 
 
@@ -55,7 +56,7 @@ def share_blocks(
         PresetError: the group doesn't divide the number of blocks of a kind.
         ConflictError: a block has weights in 4 or 8 bits.
     """
-    sharing = Sharing(before=_nbytes(module))
+    sharing = Sharing(before=parameter_bytes(module))
     owners: dict[nn.Parameter, set[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         owners.setdefault(p, set()).add(name)
@@ -90,7 +91,7 @@ def share_blocks(
             else:
                 earlier |= dict.fromkeys(full[1:], full[0])
     sharing.names = sharing.names or earlier
-    sharing.after = _nbytes(module)
+    sharing.after = parameter_bytes(module)
     return sharing
 
 
@@ -175,7 +176,3 @@ def _unfit(p: nn.Parameter, names: set[str], within: tuple[str, ...]) -> str | N
 def _set(module: nn.Module, name: str, p: nn.Parameter) -> None:
     part, _, own = name.rpartition(".")
     module.get_submodule(part)._parameters[own] = p
-
-
-def _nbytes(module: nn.Module) -> int:
-    return sum(p.nbytes for p in module.parameters() if not isinstance(p, UninitializedParameter))

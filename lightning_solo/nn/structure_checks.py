@@ -116,15 +116,16 @@ def _difference(expected: Mapping[str, list[Tensor]], actual: Mapping[str, list[
 def _attempts(module: nn.Module, structures: Sequence[Structure]) -> Iterator[list[Structure]]:
     """Yield the structures with different choices of attributes to change, such as numbers of heads."""
     choices = [_number_choices(module, each) for each in structures]
-    for number in range(3):
+    for number in range(4):
         pairs = zip(structures, choices, strict=True)
         yield [replace(each, numbers=numbers[number]) for each, numbers in pairs]
 
 
 def _number_choices(module: nn.Module, structure: Structure) -> list[dict[str, int]]:
-    """Return numbers of heads, or unambiguous widths; these with all widths; and none.
+    """Return attributes by their names; numbers of heads, or unambiguous widths; these with all widths; and none.
 
-    They are attributes of the parts that have the layers, within the smallest part that has all of them.
+    Names come first, since another attribute, such as a number of steps, may equal a width. The attributes are those of
+    parts that have the layers, within the smallest part that has all of them.
     """
     parents = [name.split(".")[:-1] for name in structure.layers]
     depth = next(n for n in range(min(map(len, parents)), -1, -1) if len({tuple(each[:n]) for each in parents}) == 1)
@@ -132,16 +133,19 @@ def _number_choices(module: nn.Module, structure: Structure) -> list[dict[str, i
     cut = {(each.path, each.dim): len(each.unit) for each in structure.slices}
     shapes = {each.path: tensor_of(module, each).shape for each in structure.slices}
     others = {size for path, shape in shapes.items() for dim, size in enumerate(shape) if (path, dim) not in cut}
+    named: dict[str, int] = {}
     sure: dict[str, int] = {}
     widths: dict[str, int] = {}
     for path in sorted(paths):
         for name, value in vars(module.get_submodule(path)).items():
             if type(value) is not int or value % structure.units or value == 0:
                 continue
-            is_size = any(word in name for word in ("dim", "size", "features", "width"))
+            is_size = any(word in name for word in ("dim", "size", "features", "width", "hidden", "channels"))
             is_number = structure.kind == HEADS and "head" in name and not is_size
             if is_number or (structure.kind == CHANNELS and value in {*cut.values()} - others):
                 sure[f"{path}.{name}".lstrip(".")] = value // structure.units
+                if is_number or (is_size and "batch" not in name):
+                    named[f"{path}.{name}".lstrip(".")] = value // structure.units
             elif value in cut.values():
                 widths[f"{path}.{name}".lstrip(".")] = value // structure.units
-    return [sure, {**sure, **widths}, {}]
+    return [named, sure, {**sure, **widths}, {}]

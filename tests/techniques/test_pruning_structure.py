@@ -182,10 +182,12 @@ def test_states_without_the_shape_of_their_weight_are_refused(make_trainer: Make
         fit(make_trainer, Pruning(**HALF), ckpt_path=path, weights_only=True)
 
 
-def test_running_statistics_are_cut_and_trained(make_trainer: Make) -> None:
+def test_running_statistics_are_cut_and_trained_and_other_attributes_stay(make_trainer: Make) -> None:
     torch.manual_seed(0)
     module = regression(L, Normed())
+    module.net.warmup = HIDDEN
     fit(make_trainer, Pruning(**HALF), module=module)
+    assert module.net.warmup == HIDDEN  # no width of a layer
     assert module.net.norm.running_mean.shape == (12,)
     assert int(module.net.norm.num_batches_tracked) == STEPS  # none of the trial steps is counted
     assert module.net.head.weight.shape == (1, WIDTH)
