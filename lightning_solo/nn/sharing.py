@@ -96,12 +96,19 @@ def share_blocks(
 
 
 def separate(module: nn.Module, sharing: Sharing) -> None:
-    """Give each block of a group but the first parameters of its own, equal to those that it shares."""
-    for block in (name for _, *others in sharing.groups for name in others):
-        shared = {name: module.get_parameter(name) for name in sharing.names if name.startswith(f"{block}.")}
-        copies = {p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in {*shared.values()}}
-        for name, p in shared.items():
-            _set(module, name, copies[p])
+    """Give each block of a group but the first parameters of its own, equal to those that it shares.
+
+    Other techniques may have replaced the parameters since. Those that something outside the group shares stay.
+    """
+    every = [*module.named_parameters(remove_duplicate=False)]
+    for first, *others in sharing.groups:
+        within = tuple(f"{name}." for name in (first, *others))
+        tied = {p for name, p in every if not name.startswith(within)}
+        shared = {*module.get_submodule(first).parameters()} - tied
+        for block in others:
+            copies = {p: nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in shared}
+            for part in module.get_submodule(block).modules():
+                part._parameters.update({own: copies[p] for own, p in part._parameters.items() if p in copies})
 
 
 @torch.no_grad()
