@@ -132,19 +132,16 @@ class Factorizing(Technique):
 
 
 class FactorCheckpoint(Checkpoint):
-    """Factors under their names, and the forms of the layers, from which a resumed run builds them.
-
-    Args:
-        ctx: the run.
-        technique: whose factors they are.
-    """
+    """Saves factors under their names, with the forms of the layers, from which a resumed run builds them."""
 
     def __init__(self, ctx: Run, technique: Factorizing) -> None:
         self._ctx = ctx
         self._technique = technique
 
     def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights; after a fit that merged factors, with these, to which the optimizer's states belong."""
+        """Return the weights. After a fit that merged factors they replace the products, as the optimizer has states of
+        factors.
+        """
         if not self._technique._merged:
             return weights
         for name, layer in self._technique._merged.items():

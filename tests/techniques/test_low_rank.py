@@ -228,14 +228,6 @@ def test_a_fit_trains_factors_and_ends_with_them(make_trainer: Make, caplog: pyt
     assert held == 2 * sum(p.numel() for p in module.parameters())  # AdamW has two numbers for each
 
 
-def test_a_layer_loads_into_a_plain_sequence(make_trainer: Make) -> None:
-    module = fit(make_trainer, LowRank(rank=4))
-    plain = nn.Sequential(nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, 4 * WIDTH))
-    plain.load_state_dict(module.net.blocks[0].up.state_dict())
-    x = weight_of(3, WIDTH)
-    assert torch.equal(plain(x), module.net.blocks[0].up(x))
-
-
 @pytest.mark.parametrize(("rank", "after_fit"), [long(4, "keep"), (0.6, "keep"), (0.6, "merge")])
 def test_a_resumed_run_ends_as_the_undisturbed_one(
     make_trainer: Make, tmp_path: Path, rank: int | float, after_fit: str

@@ -211,6 +211,9 @@ def test_factors_of_shared_blocks_are_shared_whatever_the_order(make_trainer: Ma
     module = fit(make_trainer, solo.LowRank(rank=2), SharedBlocks())
     assert module.net.blocks[3].up[0].weight is module.net.blocks[0].up[0].weight
     assert len([*module.net.blocks.parameters()]) == 2 + 2 * 2 + 2  # a norm, two factors of each layer, two biases
+    apart = fit(make_trainer, solo.LowRank(rank=2), SharedBlocks(after_fit="separate"))
+    assert apart.net.blocks[3].up[0].weight is not apart.net.blocks[0].up[0].weight
+    assert equal(apart, module)
 
 
 def test_a_second_fit_trains_shared_blocks_further(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
