@@ -158,6 +158,8 @@ def _size_names(owner: nn.Module, each: Slice, size: int) -> list[str]:
         return [name for name in names if name in vars(owner)]
     if not type(owner).__module__.startswith("torch.nn."):
         return []
+    if isinstance(owner, nn.modules.conv._ConvTransposeNd) and owner.groups == 1:
+        return ["out_channels"]  # its inputs may have the same size
     return [name for name, value in vars(owner).items() if type(value) is int and value == size]
 
 

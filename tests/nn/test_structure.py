@@ -263,3 +263,11 @@ def test_a_unit_that_is_never_active_belongs_to_its_own_place() -> None:
     net[0].bias.data[3] = -99
     (structure,) = find_structures(*of(net)).structures
     assert all(torch.equal(each.unit, torch.arange(12)) for each in structure.slices)
+
+
+def test_inputs_of_a_transposed_convolution_keep_their_number() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ConvTranspose2d(8, 8, 2), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    x = torch.randn(2, 3, 4, 4)
+    structures = find_structures(net, lambda: net(x)).structures
+    remove(net, structures, {each.layer: torch.arange(each.units) > 1 for each in structures})
+    assert (net[1].in_channels, net[1].out_channels, net[1].weight.shape[:2]) == (8, 6, (8, 6))
