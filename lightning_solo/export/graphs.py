@@ -106,7 +106,13 @@ def _require(
     if format not in SUFFIXES or path.suffix != SUFFIXES[format]:
         written = " or ".join(f"{name} with a file that ends in {suffix}" for name, suffix in SUFFIXES.items())
         raise PresetError(f"format={format!r}, output={path}: write {written}")
-    for name, (least, most) in {"batch": batch, **({} if length is None else {"length": length})}.items():
+    for name, sizes in {"batch": batch, **({} if length is None else {"length": length})}.items():
+        if not isinstance(sizes, tuple | list) or [type(size) for size in sizes] != [int, int]:
+            raise PresetError(
+                f"{name}_range={sizes!r}: write the smallest and the largest size, such as {name}_range=(1, 1024), or"
+                " one size twice, which fixes it"
+            )
+        least, most = sizes
         if not 1 <= least <= most:
             raise PresetError(f"--{name} {least}:{most}: write the smallest and the largest size, such as 1:1024")
     lacking = [package for package in ("onnx", "onnxscript") if format == "onnx" and not is_installed(package)]

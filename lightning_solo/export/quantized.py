@@ -82,16 +82,22 @@ def export_quantized(
             f"solo.export_quantized({str(module)!r}, ...) takes a module; load the weights into one first, or write"
             " lightning-solo export RUN --format quantized"
         )
-    if bits not in BITS or group_size < 0 or activations not in (*ACTIVATIONS, STATIC):
+    is_size = isinstance(group_size, int) and group_size >= 0
+    if bits not in BITS or not is_size or activations not in (*ACTIVATIONS, STATIC):
         raise PresetError(
-            f"bits={bits}, group_size={group_size}, activations={activations!r}: write bits={BITS[0]} to 8 or 'fp8',"
-            f" group_size=0 or more, and activations={' or '.join(map(repr, (*ACTIVATIONS, STATIC)))}"
+            f"bits={bits!r}, group_size={group_size!r}, activations={activations!r}: write bits={BITS[0]} to 8 or"
+            f" 'fp8', group_size=0 or more, and activations={' or '.join(map(repr, (*ACTIVATIONS, STATIC)))}"
         )
     if (calibrate is None) is (activations == STATIC):
         given = "without batches to calibrate by" if calibrate is None else "with calibration, which it doesn't use"
         raise PresetError(
             f"activations={activations!r} {given}; write activations={STATIC!r} with {CALIBRATE}, or"
             " activations='int8' without, which finds scales while it runs"
+        )
+    if calibrate is not None and not callable(calibrate):
+        raise PresetError(
+            f"calibrate is a {type(calibrate).__name__}, and must be a function that runs the module on batches; write"
+            f" {CALIBRATE}"
         )
     folder = new_folder(module, output, "quantized", overwrite=overwrite)
     rounding = Rounding(bits, group_size, activations)

@@ -320,6 +320,11 @@ def _refuse_changed(module: nn.Module, at: str, otherwise: str) -> None:
         raise ConflictError(
             f"{at}layers: {listed(list(already))} have 4 or 8 bits already; load plain weights{otherwise}"
         )
+    if packed := [name for name, part in module.named_modules() if _is_packed(part)]:
+        raise ConflictError(
+            f"{at}layers: {listed(packed)} are layers of an export in few bits already; quantize a module with plain"
+            f" weights, as it is before load(module, folder){otherwise}"
+        )
     if factors := list(factorized(module)):
         raise ConflictError(
             f"{at}layers: {listed(factors)} are factorized, and merging them would change the rounded weights; call"
@@ -330,6 +335,11 @@ def _refuse_changed(module: nn.Module, at: str, otherwise: str) -> None:
             f"{at}layers: {listed(adapted)} have adapters, and merging them would change the rounded weights; call"
             f" solo.merge_adapters(module) before{otherwise}"
         )
+
+
+def _is_packed(part: nn.Module) -> bool:
+    """Return whether a module is of an export's ``load.py``, whose classes are copies of those in `packed_weights`."""
+    return any(cls.__name__ in ("_Packed", "_PackedParameters") for cls in type(part).__mro__)
 
 
 def _check(weights: Mapping[str, Weight], rounding: Rounding, at: str, otherwise: str) -> None:

@@ -229,6 +229,8 @@ def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"format": "script", "output": "a.pt"}, ("script", "torch_export")),
         ({"format": "torch_export", "output": "a.pt2", "batch_range": (8, 2)}, ("--batch 8:2", "1:1024")),
         ({"format": "torch_export", "output": "a.pt2", "length_range": (0, 2)}, ("--length 0:2",)),
+        ({"format": "torch_export", "output": "a.pt2", "batch_range": None}, ("=None", "batch_range=(1, 1024)")),
+        ({"format": "torch_export", "output": "a.pt2", "length_range": 64}, ("=64", "length_range=(1, 1024)")),
     ):
         with pytest.raises(PresetError, match=mentions(*words)):
             export_graph(Plain(), BATCH, **options)  # type: ignore[arg-type]

@@ -275,6 +275,9 @@ def test_a_layer_that_calibration_does_not_reach_stays(tmp_path: Path) -> None:
         export_quantized(model, tmp_path / "none", 8, 0, "int8_static")
     with pytest.raises(PresetError, match="doesn't use"):
         calibrated(model, tmp_path / "none", torch.randn(6, 16), activations="int8")
+    loader: Any = torch.utils.data.DataLoader(torch.randn(6, 16))  # type: ignore[arg-type]
+    with pytest.raises(PresetError, match=mentions("DataLoader", "calibrate=lambda module:")):
+        export_quantized(model, tmp_path / "none", 8, 0, "int8_static", calibrate=loader)
     assert not any(part._forward_pre_hooks for part in model.modules())
 
 
@@ -306,11 +309,18 @@ def test_what_cannot_be_exported_is_refused(model: Any, tmp_path: Path) -> None:
         export_quantized("last.ckpt", tmp_path / "few")  # type: ignore[arg-type]
     with pytest.raises(PresetError, match=mentions("bits=1", "bits=2 to 8")):
         export_quantized(model, tmp_path / "few", 1)
+    sizes: tuple[Any, ...] = ("32", 32.0, -1)
+    for size in sizes:
+        with pytest.raises(PresetError, match=mentions(f"group_size={size!r}", "group_size=0 or more")):
+            export_quantized(model, tmp_path / "few", 4, size)
     with pytest.raises(PresetError, match=mentions("group_size=64", "up (32)", "group_size=32")):
         export_quantized(model, tmp_path / "few", 4, 64)
     export_quantized(model, tmp_path / "few")
     with pytest.raises(CheckpointError, match="overwrite=True"):
         export_quantized(model, tmp_path / "few")
+    again = load(copy.deepcopy(model), tmp_path / "few")
+    with pytest.raises(ConflictError, match=mentions("up, down", "already", "load(module, folder)")):
+        export_quantized(again, tmp_path / "again")
     before = json.loads((tmp_path / "few" / "config.json").read_text(encoding="utf-8"))
     model.down.weight.data[0] = torch.inf
     with pytest.raises(ConflictError, match=mentions("down", "finite")):

@@ -588,6 +588,9 @@ def test_no_teacher_is_refused_before_torch_is_imported(make_trainer: Make) -> N
         compose("baseline", ["+callback=distillation"])
     with pytest.raises(PresetError, match=mentions("callback.distillation.teacher=")):
         fit(make_trainer, Distillation())
+    for other in ("start", None):
+        with pytest.raises(PresetError, match=mentions(f"from_module({other!r})", "Distillation(teacher='start')")):
+            Distillation.from_module(other)  # type: ignore[arg-type]
 
 
 def test_teachers_that_cannot_be_loaded_are_refused(make_trainer: Make, tmp_path: Path) -> None:

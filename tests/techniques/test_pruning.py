@@ -317,6 +317,8 @@ BAD: list[tuple[type[SoloError], dict[str, Any], tuple[str, ...]]] = [
     (ConflictError, {"amount": 0.5, "end": 3}, ("end=3", "schedule=once")),
     (NothingToDoError, {}, ("callback.pruning.amount=0.5", "callback.pruning.pattern")),
     (NothingToDoError, {"threshold": 1e-9}, ("threshold=1e-09", "amount=0.5")),
+    (NothingToDoError, {"amount": 1e-6}, ("amount=1e-06", "no weight", "or more")),
+    (NothingToDoError, {"amount": 1e-6, "scope": "global"}, ("amount=1e-06", "all weights together", "or more")),
     (PresetError, {"amount": 0.5, "begin": STEPS}, (f"begin={STEPS}", f"{STEPS} optimizer steps", "begin=5")),
     (PresetError, {"amount": 0.5, "schedule": "cubic", "end": 99}, ("end=99", f"{STEPS} optimizer steps", "end=5")),
     (ConflictError, {"amount": 0.99, "scope": "global"}, ("net.", "scope=layer", "callback.pruning.kept=[net.")),

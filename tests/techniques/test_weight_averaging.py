@@ -20,6 +20,7 @@ from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.export.members import load_members
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim.averages import Average
+from lightning_solo.optim.schedule_free import ScheduleFreeAdamW
 from lightning_solo.optim.split_weights import join
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.adapters.technique import Adapters
@@ -578,6 +579,13 @@ def test_two_averages_are_refused(make_trainer: Make, other: Any) -> None:
     callbacks = [WeightAverage(), other()]
     with pytest.raises((ConflictError, RuntimeError), match=r"(?i)average"):
         make_trainer(L, callbacks=callbacks).fit(regression(L, stack()), loader())
+
+
+def test_an_optimizer_that_averages_is_refused(make_trainer: Make) -> None:
+    module = regression(L, stack())
+    module.configure_optimizers = lambda: ScheduleFreeAdamW(module.parameters(), lr=1e-3)
+    with pytest.raises(ConflictError, match=mentions("ScheduleFreeAdamW", "~callback.weight_averaging", "adamw")):
+        make_trainer(L, callbacks=[WeightAverage()]).fit(module, loader())
 
 
 def test_start_after_the_end_and_untrained_modules_are_refused(make_trainer: Make) -> None:

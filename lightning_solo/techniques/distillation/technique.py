@@ -77,7 +77,15 @@ class Distillation(Technique, Settings):
         Args:
             module: the teacher.
             settings: as in the constructor, without ``teacher`` and ``labels``.
+
+        Raises:
+            PresetError: the teacher is no module.
         """
+        if not isinstance(module, nn.Module):
+            raise PresetError(
+                f"Distillation.from_module({module!r}) takes a module; of a path or start write"
+                " Distillation(teacher='start')"
+            )
         distillation = cls(**settings)
         distillation._module = module
         return distillation

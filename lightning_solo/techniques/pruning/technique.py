@@ -93,6 +93,7 @@ class Pruning(Technique, Settings):
 
         Raises:
             PresetError: the mask would change after the last step, or should have changed before the first one.
+            NothingToDoError: the share of pruned weights is less than one weight.
             CheckpointError: the checkpoint's masks are of other weights.
         """
         ctx, choice = self.ctx, self._choice
@@ -103,6 +104,7 @@ class Pruning(Technique, Settings):
         self._seen = step = optimizer_steps(trainer)
         self._check_schedule(trainer, step)
         masks = WeightMasks({name: pl_module.get_parameter(name) for name in choice.weights})
+        self._check_amount([p.numel() for p in masks.weights.values()])
         if step > 0 and self._saved:
             self._load(masks)
         else:
@@ -131,6 +133,15 @@ class Pruning(Technique, Settings):
                 f"{OPTION}.{name}={getattr(self, name)}, and the run has {steps} optimizer steps, counted from 0:"
                 f" nothing is trained after the mask's last change; write {OPTION}.{name}={(first + int(steps)) // 2},"
                 " or train longer"
+            )
+
+    def _check_amount(self, sizes: list[int]) -> None:
+        most = sum(sizes) if self.scope == "global" else max(sizes)
+        if self.amount is not None and round(self.amount * most) == 0:
+            of = "all weights together have" if self.scope == "global" else "the largest parameter has"
+            raise NothingToDoError(
+                f"{OPTION}.amount={self.amount} prunes no weight: {of} {most:,}; write"
+                f" {OPTION}.amount={1 / most:.2g} or more"
             )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -18,7 +18,7 @@ from lightning_solo.memory.host_slabs import require_host_room
 from lightning_solo.optim.averages import AVERAGE, MEMBERS, Average, Cycle, WeightSwap, averaged_weights
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.seams import patches
-from lightning_solo.seams.averaged_weights import AveragedWeights
+from lightning_solo.seams.averaged_weights import AveragedWeights, averaging
 from lightning_solo.seams.run import Run, optimizer_steps
 from lightning_solo.seams.strategy import join
 from lightning_solo.seams.technique import Checkpoint
@@ -93,10 +93,16 @@ class WeightAverage(AveragedWeights, Settings):
 
         Raises:
             BudgetError: the host has no room for the average.
+            ConflictError: an optimizer averages.
             CheckpointError: the checkpoint's average is of other parameters.
             NothingToDoError: nothing is trained.
         """
         assert self.ctx is not None  # joined in setup
+        if free := averaging(self.ctx):
+            raise ConflictError(
+                f"{OPTION} and {type(free[0]).__name__}, whose weights are an average already; write ~{OPTION}, or"
+                " another optimizer, such as adamw"
+            )
         floating = {name: p for name, p in pl_module.named_parameters() if p.is_floating_point()}
         self._parameters = {name: p for name, p in floating.items() if p.requires_grad}
         self._frozen = {name: p for name, p in floating.items() if not p.requires_grad}
