@@ -764,18 +764,25 @@ def fine_tuning_plans_table(result: dict[str, Any]) -> str:
     tokens = result["plans"][0]["tokens"]
 
     def largest(way: str, gibibytes: int) -> str:
+        models = list(dict.fromkeys(row["model"] for row in result["plans"]))
         fitting = [
-            f"{row['model']}: {row['needed_bytes'] / GiB:.1f}"
-            + (f" + {row['host_bytes'] / GiB:.0f}" if row["host_bytes"] else "")
+            (models.index(row["model"]), row["way"] == way, row)
             for row in result["plans"]
-            if row["way"] == way and row["tokens"] == tokens and row["needed_bytes"] <= 0.95 * gibibytes * GiB
+            if row["way"] in (way, f"{way}, smaller")
+            and row["tokens"] == tokens
+            and row["needed_bytes"] <= 0.95 * gibibytes * GiB
         ]
-        return fitting[-1] if fitting else "none"
+        if not fitting:
+            return "none"
+        _, plain, row = max(fitting, key=lambda each: each[:2])
+        host = f" + {row['host_bytes'] / GiB:.0f}" if row["host_bytes"] else ""
+        return f"{row['model']}{'' if plain else '*'}: {row['needed_bytes'] / GiB:.1f}{host}"
 
     rows = [[card, *(largest(way, size) for way in ways)] for card, size in result["cards"].items()]
     explained = (
         f"Planned, not measured: the largest model that leaves 5 % of the card free, and the GiB that it needs (+ on"
-        f" the host), for one sequence of {tokens:,} tokens, blocks recomputed and logits in chunks."
+        f" the host), for one sequence of {tokens:,} tokens, blocks recomputed and logits in chunks. *: with"
+        f" `quantized_base.embeddings=host`, `head=int8`."
     )
     return table(["card", *ways], rows) + note(result, result["command"], explained)
 
