@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -118,10 +119,17 @@ def preset_with_caveat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves environment variables, the default dtype or a working directory changed."""
+    """Fail a test that leaves environment variables, the default dtype or a working directory changed.
+
+    Signals get their handlers back: Lightning ignores SIGINT from the first one on.
+    """
     before = (dict(os.environ), torch.get_default_dtype(), os.getcwd(), torch.is_grad_enabled())
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     torch.manual_seed(0)
     yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
     # Lightning's, as soon as it looks for CUDA devices, and Inductor's, as soon as it compiles
     others = {"CUDA_DEVICE_ORDER", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"}
     allowed = {"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS", *others}

@@ -433,6 +433,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
     },
     "a value of the reader, for the option that the message names": {
         "export/pruned.py": 1,
+        "export/pruned_config.py": 1,
         "cards/arguments.py": 2,
         "cards/lengths.py": 1,
         "cards/settings.py": 2,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.export.quantized import export_quantized
-from lightning_solo.nn.fake_quantization import Rounding, chosen_layers, levels_and_scales, round_weights
+from lightning_solo.nn.fake_quantization import Layers, Rounding, chosen_layers, levels_and_scales, round_weights
 from lightning_solo.nn.packed_weights import PackedLinear, kernels_past, load, pack
 from tests.models import small_model
 
@@ -30,12 +30,12 @@ def test_the_kernel_of_torchs_encoder_does_not_pass_them_by(tmp_path: Path, acti
     trained, (x, padded) = encoder(), inputs()
     export_quantized(trained, tmp_path / "few", 2, 0, activations)
     rounding = Rounding(2, 0, activations)
-    layers = chosen_layers(trained, rounding).layers.values()
+    choice = chosen_layers(trained, rounding)
     with torch.no_grad():
         full = trained(x)
-        round_weights(layers, rounding)
+        round_weights(choice, rounding)
         assert torch.equal(trained(x), full)  # the kernel reads the weights
-        for part, name, value in kernels_past(trained, layers):
+        for part, name, value in kernels_past(trained, choice.layers.values()):
             setattr(part, name, value)
         loaded = load(encoder(), tmp_path / "few")
         assert (trained(x) - full).abs().max() > 1e-2
@@ -56,7 +56,7 @@ def test_inputs_get_the_gradient_of_training() -> None:
     plain, packed = nn.Linear(8, 4), PackedLinear(4, 8, 8, 0, activations="int8")
     levels, scales = levels_and_scales(plain.weight.detach(), 8, 0)
     packed.codes, packed.scales, packed.bias = levels.to(torch.int8), scales.view(torch.int16), plain.bias
-    round_weights([plain], Rounding(8, 0, "int8"))
+    round_weights(Layers(layers={"": plain}), Rounding(8, 0, "int8"))
     outputs, gradients = [], []
     for layer in (plain, packed):
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
