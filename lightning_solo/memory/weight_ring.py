@@ -27,7 +27,7 @@ _GONE = 2**20
 
 
 class WeightRing(BlockRing):
-    """A `BlockRing` of parameters, whose updates on the device it copies back to the host.
+    """A `BlockRing` of parameters, whose changes on the device it copies back to the host.
 
     While a block is updated, the one before goes back and the next ones come, each on a stream of its own direction.
 
@@ -38,7 +38,7 @@ class WeightRing(BlockRing):
         remedy: what to write where the host has no room.
 
     Attributes:
-        stores, stored_bytes: blocks copied back to the host, and their bytes: only what is trained goes back.
+        stores, stored_bytes: blocks copied back to the host, and their bytes: what is trained, or was changed.
         flush: called before a block goes back; takes the steps that still wait for others.
 
     Raises:
@@ -75,16 +75,16 @@ class WeightRing(BlockRing):
     def begin(self) -> None:
         """Begin a step: from now on parameters are on the device, with numbers or without."""
         self._is_in_step = True
+        self._forget()
         for number in range(len(self._sources)):
             if number not in self._shown and number not in self._away:
                 self._go_away(number)
 
     def rest(self) -> None:
         """End a step: all numbers are on the host, and all parameters have those; waits for the copies."""
-        for number in [*self._updated]:
-            self._store(number)
         for number in {*self._shown, *self._away}:
             self._go_home(number)
+        self._forget()
         self._is_in_step = False
         for stream in filter(None, (self._stream, self._down)):
             stream.synchronize()
@@ -111,7 +111,10 @@ class WeightRing(BlockRing):
         with super().using(number) as tensors:
             yield tensors
         if not self._is_in_step and number not in self._running:
+            is_newer = self._is_newer(number)
             self._go_home(number)
+            if is_newer and self._down is not None:
+                self._down.synchronize()  # the host may read them at once
 
     def load(self, number: int) -> None:
         """Give a block's parameters their numbers on the device; blocks that have been updated go back."""
@@ -134,12 +137,26 @@ class WeightRing(BlockRing):
             torch.cuda.current_stream(self.device).wait_event(slot.emptied)
         self._updated.add(number)
 
+    def _forget(self) -> None:
+        """Copy each block again at its next use: changes through ``.data`` between steps leave no trace."""
+        for slot in self._slots:
+            if slot.holds >= 0:
+                self._leave(slot.holds)
+                slot.holds = -1
+
+    def _is_newer(self, number: int) -> bool:
+        """Return whether a block's buffer has newer numbers than the host, by an update or by the block's own code."""
+        slot = self._slot(number)
+        changed = number in self._shown and slot.holds == number and slot.versions != self._versions(number)
+        return changed or number in self._updated
+
     def _store(self, number: int) -> None:
         self.flush()
         self._updated.discard(number)
         slot, tensors = self._slot(number), self._sources[number]
-        trained = max((n for n, p in enumerate(tensors) if p.requires_grad), default=-1) + 1
-        size = host_slabs.packed_bytes(tensors[:trained])
+        versions = zip(slot.versions, self._versions(number), strict=True)
+        changed = [p.requires_grad or before != now for p, (before, now) in zip(tensors, versions, strict=True)]
+        size = host_slabs.packed_bytes(tensors[: max((n for n, each in enumerate(changed, 1) if each), default=0)])
         self._copy_back(slot, number, size)
         slot.versions = self._versions(number)
         self.stores += 1
@@ -156,7 +173,7 @@ class WeightRing(BlockRing):
             slot.emptied = self._written[number] = self._down.record_event()
 
     def _bring(self, number: int, *, ahead: bool = False) -> None:
-        if number not in self._updated:  # else its buffer has newer numbers than the host
+        if not self._is_newer(number):
             super()._bring(number, ahead=ahead)
 
     def _versions(self, number: int) -> list[int]:
@@ -166,7 +183,7 @@ class WeightRing(BlockRing):
         return [old if new == old + _GONE else new for new, old in zip(versions, before, strict=True)]
 
     def _leave(self, number: int) -> None:
-        if number in self._updated:
+        if self._is_newer(number):
             self._store(number)
         if number in self._shown:
             self._go_away(number) if self._is_in_step else self._go_home(number)
@@ -185,6 +202,8 @@ class WeightRing(BlockRing):
         return self._nan[p.dtype].expand(p.shape)
 
     def _go_home(self, number: int) -> None:
+        if self._is_newer(number):
+            self._store(number)
         self._set(number, self._home[number])
 
     def _set(self, number: int, data: Sequence[Tensor]) -> None:

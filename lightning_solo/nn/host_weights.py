@@ -17,9 +17,12 @@ BUDGET = f"{OPTION}.weight_budget"
 
 
 def weights_of_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, list[Place]]:
-    """Return the places of each block's parameters, trained and frozen, that no other part shares; none is empty."""
+    """Return the places of each block's parameters, trained and frozen, that no other part shares; none is empty.
+
+    Parameters of integers stay on the device: they have no NaN.
+    """
     every = streamed_places(module, blocks, trains=False)
-    places = {name: [place for place in each if isinstance(place.tensor, nn.Parameter)] for name, each in every.items()}
+    places = {name: [place for place in each if _is_weight(place.tensor)] for name, each in every.items()}
     return {name: each for name, each in places.items() if each}
 
 
@@ -68,3 +71,7 @@ def store(
 def _parameters(places: list[Place]) -> list[torch.Tensor]:
     """Return the parameters in places, each once."""
     return [*{id(place.tensor): place.tensor for place in places}.values()]
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and (tensor.is_floating_point() or tensor.is_complex())

@@ -173,8 +173,7 @@ def test_bytes_and_copies(make_trainer: Make, window: int) -> None:
     ring = technique.ring
     assert ring is not None
     assert ring.host_bytes == BLOCKS * BLOCK
-    # the first forward brings each block, each backward and later forward all but those in the buffers
-    assert ring.copies == BLOCKS + (2 * 3 - 1) * (BLOCKS - window)
+    assert ring.copies == 3 * (BLOCKS + BLOCKS - window)  # backward begins with those in the buffers
     assert (ring.stores, ring.stored_bytes) == (3 * BLOCKS, 3 * BLOCKS * BLOCK)
     assert ring.device_bytes == 0  # after the fit
     assert watch.devices == {"cpu"}
@@ -229,6 +228,77 @@ def test_frozen_weights_come_and_what_is_unfrozen_goes_back(make_trainer: Make) 
     assert technique.ring.host_bytes == BLOCKS * BLOCK
     first = MATRICES // 2 + 4 * 4 * WIDTH
     assert technique.ring.stored_bytes == 3 * (BLOCKS - 1) * (BLOCK - first) + first
+
+
+class Halves(L.Callback):
+    """Changes weights through ``.data``, which leaves their versions, and notes the validation's losses."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        for p in pl_module.parameters():
+            p.data.mul_(0.5)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.on_train_batch_end(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["validation/loss"]))
+
+
+@pytest.mark.any_device
+def test_changes_through_data_between_steps_count(make_trainer: Make) -> None:
+    halves = [Halves(), Halves()]
+    resident = fit(make_trainer, halves[0], val_check_interval=1)
+    assert_same(fit(make_trainer, WeightsOnHost(), halves[1], val_check_interval=1), resident)
+    assert len(halves[0].losses) == 3
+    assert halves[0].losses == halves[1].losses
+
+
+class Bounded(Block):
+    """Clamps one of its weights in forward, as ``nn.Embedding(max_norm=...)`` does, and reads one of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bound = 0.1
+        self.shifts = nn.Parameter(torch.arange(WIDTH, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.bound *= 0.9
+        with torch.no_grad():
+            self.first.weight.clamp_(-self.bound, self.bound)
+        return super().forward(x + self.shifts)
+
+
+class Reads(L.Callback):
+    """Notes the weights after each batch of validation."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Tensor]] = []
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.states.append({name: p.detach().cpu().clone() for name, p in pl_module.net.named_parameters()})
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize(("recomputed", "frozen"), [(False, False), (True, True)])
+def test_what_a_block_changes_in_its_forward_goes_back(make_trainer: Make, recomputed: bool, frozen: bool) -> None:
+    def run(*callbacks: Any) -> tuple[Any, Watch]:
+        torch.manual_seed(5)
+        net = Net()
+        net.blocks = nn.ModuleList(Bounded() for _ in range(BLOCKS))
+        for block in net.blocks:
+            block.first.requires_grad_(not frozen)
+        others = [ActivationCheckpointing(verify_recomputation=False)] if recomputed else []
+        return fit(make_trainer, *callbacks, *others, module=module_of(net))
+
+    technique, reads = WeightsOnHost(), [Reads(), Reads()]
+    assert_same(run(technique, reads[0]), run(reads[1]))
+    assert technique.ring is not None
+    assert technique.ring.host_bytes == BLOCKS * BLOCK  # without the integers
+    assert len(reads[0].states) == 2
+    assert equal(reads[0].states, reads[1].states)
 
 
 @pytest.mark.any_device
