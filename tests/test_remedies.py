@@ -308,7 +308,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "export/graphs.py": 17,
         "export/pretrained.py": 10,
         "export/pruned_config.py": 1,
-        "export/soft_labels.py": 3,
+        "export/soft_labels.py": 4,
         "export/sources.py": 4,
         "export/teachers.py": 3,
         "export/trained_models.py": 10,

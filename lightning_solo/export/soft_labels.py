@@ -29,7 +29,7 @@ from lightning_solo.units import format_bytes
 def write_soft_labels(
     module: Any,
     data: Any,
-    teacher: str | nn.Module,
+    teacher: str | Path | nn.Module,
     path: str | Path,
     *,
     draws: int = 16,
@@ -68,8 +68,14 @@ def write_soft_labels(
         PresetError: an argument is out of range.
     """
     for name, value in (("draws", draws), ("batches", batches)):
-        if value is not None and value < 1:
-            raise PresetError(f"{name}={value}; write 1 or more, such as draws=16")
+        is_whole = isinstance(value, int) and value >= 1
+        if not is_whole and (name, value) != ("batches", None):
+            raise PresetError(f"{name}={value!r}; write a whole number of 1 or more, such as {name}=16")
+    teacher = str(teacher) if isinstance(teacher, Path) else teacher
+    if not isinstance(teacher, str | nn.Module):
+        raise PresetError(
+            f"teacher={teacher!r}: write the path of a run, a checkpoint or a folder of Hugging Face's, or a module"
+        )
     if dtype not in TEACHER_DTYPES:
         raise PresetError(f"dtype={dtype!r}: write one of {', '.join(TEACHER_DTYPES)}")
     path = Path(path)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_solo.errors import ConflictError, NothingToDoError, listed
 from lightning_solo.nn.adapted import plain_modules
@@ -173,6 +174,10 @@ def unsuitable(part: nn.Module, name: str, p: nn.Parameter) -> str | None:
         return f"its type is {p.dtype}"
     if "forward" in vars(part) or hasattr(part, "parametrizations"):
         return f"{type(part).__name__} is changed by something else"
+    if isinstance(part, ParametrizationList):
+        return "a parametrization computes the weight from it"
+    if name.endswith(("_orig", "_g", "_v")) and name.rpartition("_")[0] not in part._parameters:
+        return f"{type(part).__name__} computes its weight from it, as under torch.nn.utils.prune"
     kind = kind_of(part, name)
     if kind == "linear":
         is_plain = type(part).forward is nn.Linear.forward

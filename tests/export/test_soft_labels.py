@@ -284,6 +284,21 @@ def test_command_writes_labels_for_a_run(
     assert len(losses.parts) == 3
 
 
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    wrong: list[tuple[Any, str, dict[str, Any]]] = [
+        (Classifier(), "draws='16'", {"draws": "16"}),
+        (Classifier(), "draws=None", {"draws": None}),
+        (Classifier(), "batches=0", {"batches": 0}),
+        (None, "teacher=None", {}),
+    ]
+    for teacher, words, options in wrong:
+        with pytest.raises(PresetError, match=mentions(words, "write")):
+            solo.write_soft_labels(
+                classification(L, Classifier()), loader(), teacher, tmp_path / "labels", accelerator="cpu", **options
+            )
+    assert not any(tmp_path.iterdir())
+
+
 def test_command_line_is_checked() -> None:
     for arguments, words in {
         (): ("soft-labels FILE TEACHER",),

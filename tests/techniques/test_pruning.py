@@ -17,6 +17,7 @@ from torch.nn.utils import parametrizations, prune
 import lightning_solo as solo
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError, SoloError
 from lightning_solo.nn.prunable import prunable_weights
+from lightning_solo.nn.quantized import quantize, quantized
 from lightning_solo.optim.weight_masks import WeightMasks, pack, smallest, unpack
 from lightning_solo.techniques.exact_resume.technique import ExactResume
 from lightning_solo.techniques.pruning.technique import Pruning
@@ -274,6 +275,11 @@ BAD_LAYERS: list[tuple[str, Callable[[nn.Module], Any], tuple[str, ...]]] = [
     ("frozen", lambda net: net[1].weight.requires_grad_(False), ("1.weight", "frozen", "callback.pruning.kept=[")),
     ("parametrized", lambda net: parametrizations.weight_norm(net[1]), ("1.weight", "parametrization", "kept=[")),
     ("weight norm", lambda net: nn.utils.spectral_norm(net[1]), ("1.weight", "computed", "kept=[")),
+    (
+        "in few bits",
+        lambda net: quantize(net.requires_grad_(False)[1], {"weight": quantized(net[1].weight.detach(), "int8")}),
+        ("1.weight", "8 bits", "callback.pruning.kept=["),
+    ),
     ("pruned", lambda net: prune.l1_unstructured(net[1], "weight", 0.5), ("1.weight", "remove(", "~callback.pruning")),
 ]
 

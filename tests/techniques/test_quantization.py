@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import lightning_solo as solo
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
@@ -373,8 +374,11 @@ def test_weights_in_few_bits_and_adapters_are_refused() -> None:
 def test_layers_that_cannot_be_rounded_are_named() -> None:
     with pytest.raises(NothingToDoError, match=mentions("0.weight (of Conv1d)", "layers=[")):
         chosen_layers(nn.Sequential(nn.Conv1d(8, 8, 2)), Rounding(4, 0))
+    pruned = prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)
+    with pytest.raises(NothingToDoError, match=mentions("0.weight_orig", "computes its weight", "nn.utils.prune")):
+        chosen_layers(nn.Sequential(pruned, nn.Linear(8, 8)), Rounding(4, 0), ["0"])
     computed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
-    with pytest.raises(NothingToDoError, match=mentions("0.parametrizations.weight.original1", "can't be rounded")):
+    with pytest.raises(NothingToDoError, match=mentions("0.parametrizations.weight.original1", "computes the weight")):
         chosen_layers(nn.Sequential(computed, nn.Linear(8, 8)), Rounding(4, 0), ["0"])
     tied = Tied()
     tied.embedding.max_norm = 1.0
