@@ -473,7 +473,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "techniques/optimizer_replacement/card.py": 5,
         "techniques/optimizer_replacement/technique.py": 3,
         "techniques/pruning/card.py": 3,
-        "techniques/pruning/technique.py": 2,
+        "techniques/pruning/technique.py": 3,
         "techniques/safe_checkpoint/card.py": 1,
         "techniques/throughput/card.py": 1,
         "techniques/zero_offload/card.py": 2,

@@ -504,6 +504,9 @@ def test_both_optimizers_of_manual_optimization_are_masked(make_trainer: Make) -
     fit(make_trainer, technique, module=module)
     assert zeros(module, technique) == technique.pruned == {"net.up.weight": 512, "net.down.weight": 512}
     assert not torch.equal(module.net.down.weight, before["net.down.weight"])
+    late = Pruning(amount=0.5, kept=["head"], begin=999)
+    with pytest.warns(UserWarning, match=mentions("callback.pruning.begin=999", "0 weights", "smaller", "resume")):
+        fit(make_trainer, late, module=module)
 
 
 # --- memory ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -195,6 +196,17 @@ class Pruning(Technique, Settings):
         if self._masks is not None and self._at >= 0:
             self._masks.apply(optimizer)
         return result
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Warn if the run has ended before the mask's last change, as an early stop and manual optimization may."""
+        if self._masks is not None and self._at < self.last_step and not (is_planned() or trainer.fast_dev_run):
+            name = "begin" if self.end is None else "end"
+            warnings.warn(
+                f"{OPTION}: the run ended after {optimizer_steps(trainer)} optimizer steps, before the mask's last"
+                f" change ({OPTION}.{name}={self.last_step}); {sum(self._masks.pruned.values()):,} weights are pruned;"
+                f" write a smaller {OPTION}.{name}, or resume the run",
+                stacklevel=2,
+            )
 
     def leaving(self, ctx: Run, proceed: Callable[[], Any]) -> None:
         """Set the pruned weights to zero once more, since an average of weights may have taken their place."""
