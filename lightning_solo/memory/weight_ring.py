@@ -78,6 +78,7 @@ class WeightRing(BlockRing):
         self._forget()
         for number in range(len(self._sources)):
             if number not in self._shown and number not in self._away:
+                self._take_over(number)
                 self._go_away(number)
 
     def rest(self) -> None:
@@ -144,6 +145,15 @@ class WeightRing(BlockRing):
                 self._leave(slot.holds)
                 slot.holds = -1
 
+    def _take_over(self, number: int) -> None:
+        """Copy numbers to a block's place on the host that were set there as ``p.data = ...``."""
+        for p, home in zip(self._sources[number], self._home[number], strict=True):
+            if not torch._C._is_alias_of(p, home):  # type: ignore[attr-defined]
+                home.copy_(p.data)
+                p.data = home
+                if self._slot(number).holds == number:
+                    self._slot(number).holds = -1
+
     def _is_newer(self, number: int) -> bool:
         """Return whether a block's buffer has newer numbers than the host, by an update or by the block's own code."""
         slot = self._slot(number)
@@ -173,6 +183,8 @@ class WeightRing(BlockRing):
             slot.emptied = self._written[number] = self._down.record_event()
 
     def _bring(self, number: int, *, ahead: bool = False) -> None:
+        if number not in self._shown and number not in self._away:
+            self._take_over(number)
         if not self._is_newer(number):
             super()._bring(number, ahead=ahead)
 

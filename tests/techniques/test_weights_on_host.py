@@ -231,14 +231,18 @@ def test_frozen_weights_come_and_what_is_unfrozen_goes_back(make_trainer: Make) 
 
 
 class Halves(L.Callback):
-    """Changes weights through ``.data``, which leaves their versions, and notes the validation's losses."""
+    """Changes or replaces weights through ``.data``, which leaves their versions; notes the validation's losses."""
 
-    def __init__(self) -> None:
+    def __init__(self, replaces: bool) -> None:
+        self.replaces = replaces
         self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         for p in pl_module.parameters():
-            p.data.mul_(0.5)
+            if self.replaces:
+                p.data = p.data * 0.5
+            else:
+                p.data.mul_(0.5)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self.on_train_batch_end(trainer, pl_module)
@@ -248,8 +252,9 @@ class Halves(L.Callback):
 
 
 @pytest.mark.any_device
-def test_changes_through_data_between_steps_count(make_trainer: Make) -> None:
-    halves = [Halves(), Halves()]
+@pytest.mark.parametrize("replaces", [False, True])
+def test_changes_through_data_between_steps_count(make_trainer: Make, replaces: bool) -> None:
+    halves = [Halves(replaces), Halves(replaces)]
     resident = fit(make_trainer, halves[0], val_check_interval=1)
     assert_same(fit(make_trainer, WeightsOnHost(), halves[1], val_check_interval=1), resident)
     assert len(halves[0].losses) == 3
