@@ -309,7 +309,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "export/pretrained.py": 10,
         "export/pruned_config.py": 1,
         "export/soft_labels.py": 4,
-        "export/sources.py": 4,
+        "export/sources.py": 5,
         "export/teachers.py": 3,
         "export/trained_models.py": 10,
         "export/trained_weights.py": 1,

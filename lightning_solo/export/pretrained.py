@@ -32,7 +32,7 @@ from lightning_solo.export.few_bits import check_bits, exact_on_cpus, rounded
 from lightning_solo.export.formats import BASES, DTYPES
 from lightning_solo.export.generation_files import write_generation_files, write_tokenizer
 from lightning_solo.export.gguf import find_llama_cpp, write_gguf
-from lightning_solo.export.sources import checkpoint_of
+from lightning_solo.export.sources import checkpoint_of, refuse_inside_checkpoint
 from lightning_solo.export.trained_models import TrainedModel, Words, quiet, trained_model
 from lightning_solo.export.weights import TYPES
 from lightning_solo.machine import is_installed
@@ -283,7 +283,7 @@ def new_folder(source: Any, output: str | Path | None, format: str, *, overwrite
     """Return the folder to write, by default beside the checkpoint.
 
     Raises:
-        CheckpointError: it exists, and is no earlier export or ``overwrite`` is False.
+        CheckpointError: it exists, and is no earlier export or ``overwrite`` is False; or it is inside a checkpoint.
         PresetError: a module has no checkpoint beside which a folder could be.
     """
     if output is None:
@@ -292,6 +292,7 @@ def new_folder(source: Any, output: str | Path | None, format: str, *, overwrite
         checkpoint = checkpoint_of(Path(source))
         output = checkpoint.with_name(f"{checkpoint.stem}-{format}")
     folder = Path(output)
+    refuse_inside_checkpoint(folder)
     if folder.exists():
         ours = folder.is_dir() and (not any(folder.iterdir()) or any(any(folder.glob(name)) for name in EXPORTED))
         if not ours or folder.is_symlink():

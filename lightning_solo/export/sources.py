@@ -104,12 +104,27 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
     """Refuse to replace a file.
 
     Raises:
-        CheckpointError: the output exists and ``overwrite`` is False, or it is a folder.
+        CheckpointError: the output exists and ``overwrite`` is False, it is a folder, or inside a checkpoint's folder.
     """
+    refuse_inside_checkpoint(output)
     if output.is_dir():
         raise CheckpointError(f"{output} is a folder; write the path of a file")
     if output.exists() and not overwrite:
         raise CheckpointError(f"{output} exists; write --force (in Python overwrite=True) to replace it, or another")
+
+
+def refuse_inside_checkpoint(output: Path) -> None:
+    """Refuse an output inside a folder of DeepSpeed's engine, with which it would be deleted.
+
+    Raises:
+        CheckpointError: it is inside one.
+    """
+    for parent in output.absolute().parents:
+        if (parent / "latest").is_file() and engine_folder(parent) is not None:
+            raise CheckpointError(
+                f"{output} is inside the checkpoint {parent}, and would be deleted with it; write --output"
+                f" {parent.parent / output.name}"
+            )
 
 
 @contextmanager

@@ -346,3 +346,15 @@ def test_a_damaged_checkpoint_is_refused_with_the_whole_ones_beside_it(tmp_path:
     (tmp_path / "empty.ckpt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"last.ckpt is damaged.*; other checkpoints here: step=10.ckpt$"):
         read(tmp_path / "last.ckpt")
+
+
+def test_outputs_inside_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    engine = tmp_path / "last.ckpt"
+    (engine / "checkpoint").mkdir(parents=True)
+    (engine / "latest").write_text("checkpoint", encoding="utf-8")
+    (engine / "checkpoint" / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match=mentions("inside the checkpoint", str(engine), f"{tmp_path}/net.pt")):
+        solo.export_weights(nn.Linear(8, 8), "fp32", engine / "net.pt")
+    with pytest.raises(CheckpointError, match=mentions("inside the checkpoint", f"--output {tmp_path}/few")):
+        solo.export_quantized(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), engine / "checkpoint" / "few", 4, 8)
+    assert sorted(path.name for path in engine.rglob("*")) == ["checkpoint", "latest", "mp_rank_00_model_states.pt"]
