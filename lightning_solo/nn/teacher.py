@@ -186,6 +186,7 @@ class Teacher:
         self.has_parts = has_parts
         self.ring: BlockRing | None = None
         self._heads: list[nn.Linear] | None = None  # with deferred logits, as the student's
+        self._has_run = False  # with inputs that it takes
         self._blocks: list[nn.Module] = []
         if streamed:
             try:
@@ -236,7 +237,7 @@ class Teacher:
             try:
                 logits = logits_of(part(*args, **kwargs))
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                if isinstance(error, SoloError) or is_out_of_memory(error):
+                if self._has_run or isinstance(error, SoloError) or is_out_of_memory(error):
                     raise
                 reason = textwrap.shorten(str(error), 300, placeholder=" ...")
                 raise ConflictError(
@@ -244,7 +245,7 @@ class Teacher:
                     f" {call.name or 'forward'} ({reason}); write a teacher that takes them, or"
                     f" {OPTION}.part=<the part with the teacher's inputs and outputs>"
                 ) from error
-            self.outputs = self._features.since(0)
+            self.outputs, self._has_run = self._features.since(0), True
         return logits
 
     def _deferred(self, chunk_tokens: int) -> list[nn.Linear]:
