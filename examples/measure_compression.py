@@ -61,7 +61,7 @@ def train(module: Any, steps: int, callbacks: Sequence[Any] = (), seed: int = 0)
 
 
 def base(rate: float = MORE_RATE, warmup_steps: int = 0) -> Any:
-    """Return the base model, trained at the first call on this machine, to be trained further."""
+    """Return the base model for further training. The first call on this machine trains it."""
     import torch
 
     FOLDER.mkdir(exist_ok=True)

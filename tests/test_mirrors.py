@@ -16,6 +16,7 @@ ELSEWHERE = {
     "cli/test_ladder.py": "cli/ladder_line cli/options cli/terminal",
     "cli/test_plan.py": "cli/plan_display cli/plan_line report/plan_chart",
     "cli/test_predict.py": "cli/trained_run",
+    "cli/test_quantized_run.py": "cli/comparison",
     "cli/test_train.py": "cli/run_folder",
     "contract/test_cards.py": "cards/arguments cards/catalogue",
     "contract/test_own_technique.py": "cli/doctor",

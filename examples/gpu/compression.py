@@ -110,7 +110,7 @@ def half_is_zero(module: Classifier, plain: Classifier, technique: Any) -> bool:
 
 
 def averages_agree(module: Classifier, plain: Classifier, technique: Any) -> bool:
-    """Return whether training is as without, and the module has the average."""
+    """Return whether the losses equal those without the technique, and the module has the average."""
     average = technique.averaged_weights["head.weight"]
     return same(module, plain, technique) and torch.equal(module.head.weight.detach().cpu(), average)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_solo.cli.quantized_run import compared
+from lightning_solo.cli.comparison import compared
 from lightning_solo.cli.trained_run import parts_of, run_of
 from lightning_solo.errors import CheckpointError, ConflictError
 

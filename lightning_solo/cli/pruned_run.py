@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_solo.cli.quantized_run import compared, validated
+from lightning_solo.cli.comparison import compared, validated
 from lightning_solo.cli.trained_run import parts_of, run_of
 from lightning_solo.errors import CheckpointError
 
@@ -20,7 +20,7 @@ def write_pruned(
     allow: Sequence[str] = (),
     overwrite: bool = False,
 ) -> list[str]:
-    """Write the weights of a checkpoint as `export_pruned` does; of a run return lines with losses and seconds, too.
+    """Write a checkpoint's weights as `export_pruned` does. For a run, the lines have losses and seconds, too.
 
     Args:
         source: the folder of a run, or a checkpoint.

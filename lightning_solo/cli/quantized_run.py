@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 import textwrap
-import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning_solo.attributes import replaced
+from lightning_solo.cli.comparison import BATCHES, compared, validate_on_cpu
 from lightning_solo.cli.trained_run import parts_of, run_of
 from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError, SoloError
 
-BATCHES = 16
-"""Batches of validation that are measured."""
 DEFAULTS = {"bits": 4, "group_size": 32, "activations": "unchanged", "layers": "linear"}
 
 
@@ -103,7 +100,7 @@ def write_quantized(
 
 
 def _round(module: Any, rounding: Any, patterns: Any) -> None:
-    """Let a module compute with rounded weights, as in training."""
+    """Make a module compute with rounded weights, as in training."""
     from lightning_solo.nn.fake_quantization import chosen_layers, round_weights
     from lightning_solo.nn.packed_weights import kernels_past
 
@@ -117,84 +114,17 @@ def _option(match: re.Match[str]) -> str:
     return f"--{match[1].replace('_', '-')} "
 
 
-def compared(before: Any, after: Any, data: Any, as_trained: Callable[[], object] | None = None) -> list[str]:
-    """Return lines with losses and seconds of both modules on this CPU.
-
-    Args:
-        before: the module with full weights.
-        after: the exported one.
-        data: its data.
-        as_trained: makes ``before`` compute as it did in training, if that is something else; a loss for that, too.
-    """
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    try:
-        readings = {"before" if as_trained is None else "with full weights": validated(before, data)}
-        if as_trained is not None:
-            as_trained()
-            readings["rounded as in training"] = validated(before, data)
-        readings["after"] = validated(after, data)
-    except MisconfigurationException:
-        return ["loss and seconds: not measured, since the run has no validation"]
-    (metrics, seconds), *_, (_, seconds_after) = readings.values()
-    slower = "; it is slower here" if seconds_after > seconds else ""
-    return [
-        *(
-            f"{name}: {', '.join(f'{values[name]:.4f} {word}' for word, (values, _) in readings.items())}"
-            for name in metrics
-        ),
-        f"seconds of a validation batch on this CPU: {seconds:.4f} before, {seconds_after:.4f} after{slower}"
-        f" (best of at most {BATCHES} batches)",
-    ]
-
-
 def _calibrated(module: Any, data: Any, batches: int) -> None:
     """Run the module on batches of validation, or on those of training where there are none."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     try:
-        _validate(module, data, batches)
+        validate_on_cpu(module, data, batches)
     except MisconfigurationException:  # no step or no loader of validation
         source = module if data is None else data
         if data is not None:
             data.setup("fit")
         step = "validation_step" if is_overridden("validation_step", module) else "training_step"
         with replaced(module, "validation_step", getattr(module, step)):
-            _validate(module, source.train_dataloader(), batches)
-
-
-def validated(module: Any, data: Any) -> tuple[dict[str, float], float]:
-    """Return the logged metrics and the least seconds of a batch."""
-    import lightning as L
-
-    class Times(L.Callback):
-        least, began = float("inf"), 0.0
-
-        def on_validation_batch_start(self, *_: Any) -> None:
-            self.began = time.perf_counter()
-
-        def on_validation_batch_end(self, *_: Any) -> None:
-            self.least = min(self.least, time.perf_counter() - self.began)
-
-    times = Times()
-    trainer = _validate(module, data, BATCHES, times)
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}, times.least
-
-
-def _validate(module: Any, data: Any, batches: int, *callbacks: Any) -> Any:
-    """Validate on the CPU on at most some batches; return the Trainer."""
-    import lightning as L
-
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice about loaders
-        trainer = L.Trainer(
-            accelerator="cpu",
-            callbacks=[*callbacks],
-            limit_val_batches=batches,
-            enable_model_summary=False,
-            **quiet,
-        )
-        trainer.validate(module, data, verbose=False)
-    return trainer
+            validate_on_cpu(module, source.train_dataloader(), batches)

@@ -56,7 +56,7 @@ def export_factorized(
 
 
 def _stored(source: Source) -> tuple[dict[str, Tensor], dict[str, str], int]:
-    """Return the tensors to store, each once; name -> name of the one that it shares; and bytes of dense weights."""
+    """Return the tensors to store, each once; the names that share one of them; and the bytes of dense weights."""
     weights: dict[str, Any] = widest_weights(source)
     first: dict[Any, str] = {}
     names = {name: first.setdefault(place(value), name) for name, value in weights.items()}

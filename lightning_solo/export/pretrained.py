@@ -225,7 +225,7 @@ def difference(before: Tensor | None, after: Tensor | None, of: str = "the train
 
 
 def _how(trained: TrainedModel, base: str) -> str:
-    """Return how the exported weights were rounded in training, in brackets, or nothing."""
+    """Return in brackets how training rounded the weights; empty if it didn't round them."""
     if not trained.formats:
         return ""
     kinds = " and ".join(sorted(set(trained.formats.values())))

@@ -17,7 +17,7 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "num_key_value_heads", "
 
 
 def smaller_config(model: Any, weights: Mapping[str, Tensor], structure: Mapping[str, Any]) -> Any:
-    """Return the model's configuration with the widths and numbers of heads that weights have.
+    """Return the model's configuration, with the widths and numbers of heads of its pruned weights.
 
     Args:
         model: of which the configuration is, as it was before channels or heads were removed.

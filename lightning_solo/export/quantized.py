@@ -96,8 +96,7 @@ def export_quantized(
         )
     if calibrate is not None and not callable(calibrate):
         raise PresetError(
-            f"calibrate is a {type(calibrate).__name__}, and must be a function that runs the module on batches; write"
-            f" {CALIBRATE}"
+            f"calibrate={type(calibrate).__name__} isn't a function that runs the module on batches; write {CALIBRATE}"
         )
     folder = new_folder(module, output, "quantized", overwrite=overwrite)
     rounding = Rounding(bits, group_size, activations)

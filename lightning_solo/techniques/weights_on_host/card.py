@@ -38,7 +38,7 @@ class Settings(TechniqueSettings):
 
     @property
     def budget(self) -> int | None:
-        """Bytes of weights that stay on the device; None: those outside the blocks."""
+        """Bytes of weights that stay on the device. None stands for those outside the blocks alone."""
         return None if self.weight_budget is None else _bytes(self.weight_budget)
 
 
