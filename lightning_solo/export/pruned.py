@@ -88,7 +88,7 @@ def _compressed(
         form, parts = sparse_weights.compressed(weight)
         forms[name] = form, list(weight.shape)
         stored |= {f"{name}:{part}": value for part, value in parts.items()}
-    if required and all(form == "dense" for form, _ in forms.values()):
+    if required and all(form == "dense" for form, shape in forms.values() if len(shape) > 1):  # biases begin at zero
         raise NothingToDoError(
             f"--format pruned: no weight takes fewer bytes without its zeros; at most {most:.1%} of a weight are zeros;"
             " train with +callback=pruning callback.pruning.amount=0.9, or write --format weights"

@@ -85,6 +85,23 @@ def after_blocks(module: nn.Module) -> dict[str, nn.Module]:
     return dict(parts[last + 1 :])
 
 
+def expert_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
+    """Return qualified name -> list of modules beside a matrix with as many rows, which may choose among them.
+
+    Most are the experts of a mixture with their router. The blocks of a classifier with as many classes are another.
+    """
+    found: dict[str, nn.ModuleList] = {}
+    for name, part in plain_modules(module):
+        children = [(own, plain(child)) for own, child in _children(part)]
+        for own, each in children:
+            if isinstance(each, nn.ModuleList) and len(each) > 1:
+                others = [part, *(child for _, child in children if child is not each)]
+                shapes = {tuple(weight.shape) for other in others for weight in _own_weights(other).values()}
+                if any(len(shape) == 2 and shape[0] == len(each) for shape in shapes):
+                    found[f"{name}.{own}".lstrip(".")] = each
+    return found
+
+
 def feed_forward_parts(module: nn.Module) -> dict[str, nn.Module]:
     """Return qualified name -> feed-forward part, outermost only.
 
@@ -252,8 +269,9 @@ def _made_of(members: Sequence[nn.Module], inner: Sequence[nn.Module]) -> bool:
 
     They must have more than 2/3 of the parameters (without embedding tables), more than half of the kinds of
     parameterised modules, and a normalisation if the members have any. The experts of a mixture-of-experts layer have
-    nearly all of its parameters but not its norms, so the layer stays one block. At least one of them must have two
-    matrices: a convolution with its normalisation isn't a block.
+    nearly all of its parameters but not its norms, so the layer stays one block; so does one without norms whose
+    router is seen (`expert_lists`). At least one of the inner blocks must have two matrices: a convolution with its
+    normalisation isn't a block.
     """
     numbers_in, kinds_in = _content(inner)
     numbers_all, kinds_all = _content(members)
@@ -263,6 +281,7 @@ def _made_of(members: Sequence[nn.Module], inner: Sequence[nn.Module]) -> bool:
         and 2 * len(kinds_in) > len(kinds_all)
         and (not norms or bool(norms & kinds_in))
         and any(sum(ndim >= 2 for _, ndim in _build(block)) >= 2 for block in inner)
+        and not any(expert_lists(member) for member in members)
     )
 
 

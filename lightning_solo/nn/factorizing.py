@@ -134,6 +134,7 @@ def factorize_linear(
     inside = {id(plain(part)) for part in module.modules() if plain(part) is not part}
     some_trained = any(p.requires_grad for p in module.parameters())
     factors: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}  # put in once nothing can be refused any more
+    limit, spared = 0, ""  # a rank that makes a layer smaller, and a layer that a pattern would choose
     for p, owners in every.items():
         name = next(iter(owners))
         reason = next(filter(None, (_unfit(p, each, part, inside) for each, part in owners.items())), None)
@@ -145,25 +146,32 @@ def factorize_linear(
             reason = "no pattern matches it"
         if reason is None and patterns is None:
             reason = kept.get(id(p)) or ("frozen" if some_trained and not p.requires_grad else None)
-        if reason is None and isinstance(rank, int):
-            reason = _larger(p, rank)
+            if reason and not spared and largest_rank(*p.shape) >= max(1, int(rank)):
+                spared = name.rpartition(".")[0]
         if reason is None:
-            factors[p] = factors_of(_finite(p, name, at, owners), rank, start, device)
-            reason = _larger(p, factors[p][0].shape[1])
+            most = largest_rank(*p.shape)
+            if not isinstance(rank, int) or rank <= most:
+                factors[p] = factors_of(_finite(p, name, at, owners), rank, start, device)
+            needed = factors[p][0].shape[1] if p in factors else int(rank)
+            if needed > most:
+                reason, limit = f"no smaller at rank {needed}, from rank {most} down it is", max(limit, most)
         if reason is not None:
             factors.pop(p, None)
             change.left_out[name] = reason
     reasons = listed([f"{name} ({reason})" for name, reason in change.left_out.items()], 8)
     for pattern, matches in hits.items():
         if not any(matches & set(every[p]) for p in factors):
+            left = [next(iter(owners)) for owners in every.values() if matches & set(owners)]
+            reasons = listed([f"{name} ({change.left_out[name]})" for name in left], 8)
             raise ConflictError(
                 f"{at}layers={pattern!r} matches no layer that can be factorized: {reasons}; write patterns of linear"
-                f" layers, or a smaller {at}rank{_or_drop(option)}"
+                f" layers{f', or {at}rank={limit}' if limit else ''}{_or_drop(option)}"
             )
     if not factors:
+        remedies = [f"{at}rank={limit}"] * bool(limit) + [f"{at}layers=[{spared}]"] * bool(spared)
         raise NothingToDoError(
             f"{at}rank={rank} makes no layer of {type(module).__name__} smaller: {reasons or 'it has no linear layer'};"
-            f" write a smaller {at}rank, or {at}layers=[<names>]{_or_drop(option)}"
+            f" write {', or '.join([*remedies, *[f'~{option}'] * bool(option)]) or 'a module with linear layers'}"
         )
     for p in list(factors):
         _replace(module, change, every[p], "linear", p, factors.pop(p))
@@ -326,11 +334,6 @@ def _unfit_for_table(name: str, part: nn.Module) -> str | None:
     if isinstance(part, nn.Linear) and name.endswith("weight") and type(part).forward is nn.Linear.forward:
         return None
     return f"shares the table, and is a {type(part).__name__}"
-
-
-def _larger(p: Tensor, rank: int) -> str | None:
-    limit = largest_rank(*p.shape)
-    return None if rank <= limit else f"no smaller at rank {rank}, from rank {limit} down it is"
 
 
 def _finite(p: nn.Parameter, name: str, at: str, owners: Owners) -> Tensor:

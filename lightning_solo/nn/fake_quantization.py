@@ -247,7 +247,7 @@ def chosen_layers(
     every = [name for weight in weights for name in weight.users]
     hits, direct = selected(every, names or ()), selected(every, names or (), directly=True)
     hosts = {id(part.out_proj): name for name, part in plain_modules(module) if isinstance(part, nn.MultiheadAttention)}
-    choice, matched = Layers(), set[str]()
+    choice, matched, spared = Layers(), set[str](), list[str]()
     for weight in weights:
         p = weight.parameter
         if p.ndim < 2 or not p.is_floating_point():
@@ -260,6 +260,7 @@ def chosen_layers(
             reason = next(filter(None, unfit.values()), "an embedding")
         elif reason is None and all(each.isdisjoint(weight.users) for each in direct.values()):
             reason = kept.get(id(p))
+            spared += usual[:1] if reason else []
         if reason is not None:
             choice.left_out |= dict.fromkeys(weight.layers, reason)
             continue
@@ -294,7 +295,10 @@ def chosen_layers(
         reasons = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
         raise NothingToDoError(
             f"{at}layers={LINEAR}: {type(module).__name__} has no linear layer to quantize; its matrices are"
-            f" {reasons or 'none'}; write {at}layers=[<pattern of names>]{otherwise}"
+            f" {reasons or 'none'}; write {at}layers=[{spared[0].removesuffix('.weight')}]{otherwise}"
+            if spared
+            else f"{type(module).__name__} has no layer that can be quantized; its matrices are {reasons or 'none'}"
+            f"{otherwise.replace(', or', ';')}"
         )
     _check(choice.weights, rounding, at, otherwise)
     numbers = sum(weight.parameter.numel() for weight in choice.weights.values())

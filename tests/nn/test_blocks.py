@@ -71,6 +71,18 @@ class Experts(nn.Module):
         return x
 
 
+class Routed(nn.Module):
+    """A mixture of experts without a norm of its own."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.router, self.shared = nn.Linear(8, 4, bias=False), Mlp(8, bias=False)
+        self.experts = nn.ModuleList(Mlp(8, bias=False) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -129,6 +141,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int], str]] = {
     },
     "timm": (Vit, {"VitBlock": 4}, "blocks.0"),
     "experts": (lambda: nn.Sequential(*[Experts() for _ in range(3)]), {"Experts": 3}, "0"),
+    "routed": (lambda: nn.Sequential(*[Routed() for _ in range(3)]), {"Routed": 3}, "0"),
+    "unrouted": (lambda: nn.Sequential(*[Routed(5) for _ in range(3)]), {"Mlp": 18}, "0.shared"),
     "student": (Pair, {"VitBlock": 8}, "student.blocks.0"),
     "stack": (Stack, {"Block": 3}, "blocks.0"),
     "sequential": (lambda: nn.Sequential(*[Block(8) for _ in range(3)], nn.Linear(8, 1)), {"Block": 3}, "0"),

@@ -308,6 +308,23 @@ def test_a_fit_without_a_smaller_layer_is_refused(
         fit(make_trainer, LowRank(**settings))
 
 
+def test_the_remedy_names_a_rank_and_layers_that_fit() -> None:
+    narrow = nn.Sequential(nn.Conv1d(8, 8, 1), nn.Linear(8, 8), nn.Linear(8, 32))
+    narrow[2].requires_grad_(False)
+    option = "callback.low_rank"
+    with pytest.raises(
+        NothingToDoError, match=mentions(f"write {option}.rank=3, or {option}.layers=[2], or ~{option}")
+    ):
+        factorize_linear(narrow, 5, option=option)
+    assert [*factorize_linear(copy.deepcopy(narrow), 3).layers] == ["1"]
+    assert [*factorize_linear(copy.deepcopy(narrow), 5, ["2"]).layers] == ["2"]
+    with pytest.raises(ConflictError, match=mentions("0.weight (of Conv1d)", "layers, or ~")) as found:
+        factorize_linear(narrow, 5, ["0"], option=option)
+    assert "1.weight" not in str(found.value)
+    with pytest.raises(NothingToDoError, match=f"Conv1d.*; write ~{option}$"):
+        factorize_linear(nn.Sequential(nn.Conv1d(8, 8, 1)), 5, option=option)
+
+
 @pytest.mark.parametrize("rank", [0, -1, 0.0, 1.0, 1.5, -0.5, float("nan"), True, "half"])
 def test_ranks_without_meaning_are_refused(rank: Any) -> None:
     with pytest.raises(PresetError, match=mentions("low_rank.rank")):

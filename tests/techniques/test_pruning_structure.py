@@ -299,10 +299,11 @@ def test_settings_that_cannot_work_are_refused(kind: Any, options: Any, words: A
 
 
 def test_modules_that_cannot_become_smaller_are_refused(make_trainer: Make, tmp_path: Path) -> None:
-    module = module_of()
-    module.net.down.weight.data[3, 3] = float("nan")
-    with pytest.raises(ConflictError, match=mentions("net.down", "NaN", "finite_guard")):
-        fit(make_trainer, Pruning(**HALF), module=module)
+    for name in ("net.up", "net.down"):
+        module = module_of()
+        module.get_parameter(f"{name}.weight").data[3, 3] = float("nan")
+        with pytest.raises(ConflictError, match=mentions(f"{name}.weight", "NaN", "finite_guard")):
+            fit(make_trainer, Pruning(**HALF), module=module)
     module = module_of()
     module.net.up.weight.requires_grad_(False)
     with pytest.raises(NothingToDoError, match=mentions("net.up.weight is frozen")):

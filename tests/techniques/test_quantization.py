@@ -372,8 +372,14 @@ def test_weights_in_few_bits_and_adapters_are_refused() -> None:
 
 
 def test_layers_that_cannot_be_rounded_are_named() -> None:
-    with pytest.raises(NothingToDoError, match=mentions("0.weight (of Conv1d)", "layers=[")):
-        chosen_layers(nn.Sequential(nn.Conv1d(8, 8, 2)), Rounding(4, 0))
+    option = "callback.quantization"
+    with pytest.raises(NothingToDoError, match=rf"0.weight \(of Conv1d\); write ~{option}$"):
+        chosen_layers(nn.Sequential(nn.Conv1d(8, 8, 2)), Rounding(4, 0), option=option)
+    headed = nn.Sequential(nn.Conv1d(8, 8, 2), nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
+    headed[2].weight = headed[1].weight
+    with pytest.raises(NothingToDoError, match=mentions(f"write {option}.layers=[2], or write ~{option}")):
+        chosen_layers(headed, Rounding(4, 0), option=option)
+    assert [*chosen_layers(headed, Rounding(4, 0), ["2"]).weights] == ["2.weight"]
     pruned = prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)
     with pytest.raises(NothingToDoError, match=mentions("0.weight_orig", "computes its weight", "nn.utils.prune")):
         chosen_layers(nn.Sequential(pruned, nn.Linear(8, 8)), Rounding(4, 0), ["0"])

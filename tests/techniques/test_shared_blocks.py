@@ -245,6 +245,16 @@ def test_blocks_without_equals_are_refused(make_trainer: Make) -> None:
         fit(make_trainer, SharedBlocks(blocks=["Blok"]))
 
 
+def test_experts_of_a_mixture_are_refused(make_trainer: Make) -> None:
+    module = regression(L, nn.Module())
+    module.net.experts, module.net.router = nn.ModuleList(stack().blocks), nn.Linear(8, 4)
+    module.net.forward = lambda x: sum(each(x) for each in module.net.experts).mean(-1, keepdim=True)
+    with pytest.raises(ConflictError, match=mentions("net.experts.0", "blocks=[Block]", "~callback.shared_blocks")):
+        fit(make_trainer, SharedBlocks(), module=module)
+    fit(make_trainer, SharedBlocks(blocks=["Block"]), module=module)
+    assert module.net.experts[3].up.weight is module.net.experts[0].up.weight
+
+
 @pytest.mark.parametrize("other", ["adapters", "layer_freezing"])
 def test_what_chooses_parameters_is_refused(other: str) -> None:
     with pytest.raises(

@@ -59,6 +59,12 @@ class Structured:
                 f"{OPTION}.pattern={settings.pattern} and weights that aren't loaded yet; load them before the fit, or"
                 f" write {OPTION}.pattern=unstructured"
             )
+        for name, p in module.named_parameters():
+            if not bool(p.isfinite().all()):
+                raise ConflictError(
+                    f"{OPTION} and {name}, which has weights that are NaN or infinite; resume from an earlier"
+                    " checkpoint, and write +callback=finite_guard, which stops before a weight becomes NaN"
+                )
         step = self._step()
         findings = find_structures(module, step)
         structures, left_out = self._chosen(findings.structures, findings.left_out)
@@ -154,16 +160,10 @@ class Structured:
         """Return for each structure which units are kept: those with the largest norms.
 
         Raises:
-            ConflictError: a weight is NaN, or all units of a layer would be removed.
+            ConflictError: all units of a layer would be removed.
         """
         settings, amount = self._settings, self._settings.amount or 0.0
         scores = {each.layer: each.scores(self._module) for each in structures}
-        for each in structures:
-            if not bool(scores[each.layer].isfinite().all()):
-                raise ConflictError(
-                    f"{OPTION} and {each.layer}, which has weights that are NaN or infinite; resume from an earlier"
-                    " checkpoint, and write +callback=finite_guard, which stops before a weight becomes NaN"
-                )
         if settings.threshold is not None:
             kept = {name: values >= settings.threshold for name, values in scores.items()}
         elif settings.scope == "global" and scores:

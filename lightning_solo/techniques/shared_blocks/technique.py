@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
-from lightning_solo.errors import CheckpointError, listed
+from lightning_solo.errors import CheckpointError, ConflictError, listed
 from lightning_solo.memory.host_slabs import is_planned
-from lightning_solo.nn.blocks import counted, named_blocks
+from lightning_solo.nn.blocks import counted, expert_lists, named_blocks
 from lightning_solo.nn.sharing import Sharing, as_before, separate, share_blocks, take_back
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -51,7 +51,8 @@ class SharedBlocks(Technique, Settings):
         Raises:
             NothingToDoError: no two blocks have the same parameters.
             PresetError: the group doesn't divide the number of blocks.
-            ConflictError: weights have 4 or 8 bits; or a callback of Lightning copies the module before.
+            ConflictError: weights have 4 or 8 bits; the blocks are experts of a mixture; or a callback of Lightning
+                copies the module before.
         """
         if not ctx.training:
             return
@@ -63,17 +64,25 @@ class SharedBlocks(Technique, Settings):
         if self._is_in:
             return
         blocks = named_blocks(ctx.module, self.blocks, f"{OPTION}.blocks")
+        experts = expert_lists(ctx.module) if self.blocks == "auto" else {}
+        if routed := [name for name in blocks if name.rpartition(".")[0] in experts]:
+            raise ConflictError(
+                f"{OPTION} and {routed[0]}, among which a matrix with a row for each may choose, as the router of a"
+                f" mixture of experts does; with shared weights they would compute the same; write ~{OPTION}, or"
+                f" {OPTION}.blocks=[{type(blocks[routed[0]]).__name__}] if they are computed one after another"
+            )
         sharing = share_blocks(ctx.module, blocks, self.group, start, OPTION)
         self._names, self._sharing, self._is_in = dict(sharing.names), sharing, True
         ctx.undo.callback(self._leave, ctx)
         if sharing.before == sharing.after:
             ctx.info("shared_blocks: the blocks share since an earlier fit, and are trained further")
             return
+        shared = counted(blocks[name] for names in sharing.groups for name in names)
         sizes = " and ".join(str(size) for size in sorted({len(names) for names in sharing.groups}))
         left = listed([f"{name} ({reason})" for name, reason in sharing.left_out.items()], 5)
         ctx.info(
-            f"shared_blocks: {counted(blocks.values())} in groups of {sizes} start from the {self.start}; the"
-            f" module's parameters take {format_bytes(sharing.after)} instead of {format_bytes(sharing.before)}"
+            f"shared_blocks: {shared} in groups of {sizes} start from the {self.start}; the module's parameters take"
+            f" {format_bytes(sharing.after)} instead of {format_bytes(sharing.before)}"
             f"{f'; each block keeps its own: {left}' if left else ''}"
         )
 
