@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import shutil
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
@@ -349,10 +352,15 @@ def require_space(folder: Path, needed: int) -> None:
         )
 
 
+_SHARED = re.compile(r"^from (lightning_solo\.nn\.\w+) import .*\n", re.MULTILINE)
+
+
 def write_with_loader(
     folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any], loader: ModuleType
 ) -> int:
     """Write ``model.safetensors``, ``config.json`` and a module's source as ``load.py``; return the bytes of all.
+
+    In place of its imports from this package are the sources of these modules.
 
     Raises:
         CheckpointError: the folder can't be written; then nothing is left.
@@ -364,8 +372,13 @@ def write_with_loader(
         require_space(new, sum(value.nbytes for value in tensors.values()))
         save_file(dict(tensors), new / "model.safetensors", metadata={"format": "pt"})
         (new / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        shutil.copyfile(str(loader.__file__), new / "load.py")
+        shared = _SHARED.sub(lambda line: _without_future(sys.modules[line[1]]), inspect.getsource(loader))
+        (new / "load.py").write_text(shared, encoding="utf-8")
     return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _without_future(module: ModuleType) -> str:
+    return inspect.getsource(module).replace("from __future__ import annotations\n", "")
 
 
 def require_tensors(folder: Path, weights: Mapping[str, Any]) -> None:

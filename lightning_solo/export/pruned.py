@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_solo.errors import NothingToDoError
 from lightning_solo.export import sparse_weights
 from lightning_solo.export.pretrained import new_folder, require_tensors, write_with_loader
-from lightning_solo.export.pruned_structure import structure_of
+from lightning_solo.export.pruned_structure import loaded_structure, structure_of
 from lightning_solo.export.weights import export_weights
 from lightning_solo.units import format_bytes
 
@@ -55,8 +55,7 @@ def export_pruned(
     before = sum(weights[name].itemsize * math.prod(full.get(name, weights[name].shape)) for name in first.values())
     stored, forms = _compressed({name: weights.pop(name) for name in first.values()}, required=structure is None)
     config: dict[str, Any] = {"format": "lightning-solo pruned 1", "weights": forms, "names": names}
-    if structure is not None:
-        config["structure"] = {name: structure[name] for name in ("sizes", "numbers")}
+    config |= loaded_structure(structure)
     after = write_with_loader(folder, stored, config, sparse_weights)
     count, name = sum(form != "dense" for form, _ in forms.values()), source
     if isinstance(source, nn.Module):

@@ -10,8 +10,8 @@ from torch import nn
 
 from lightning_solo.errors import CheckpointError
 from lightning_solo.export.sources import checkpoint_of, engine_folder, read
-from lightning_solo.export.sparse_weights import shrink
 from lightning_solo.export.weights import source_of, widest_weights
+from lightning_solo.nn.pruned_layers import shrink
 
 RECORD = "pruned_structure"
 """Attribute of a smaller module, and entry of its checkpoint: sizes before and after, and the changed attributes."""
@@ -24,6 +24,11 @@ def structure_of(source: nn.Module | str | Path) -> dict[str, Any] | None:
         return getattr(source, RECORD, None)
     path = checkpoint_of(Path(source))
     return None if engine_folder(path) is not None else read(path, inert=True).get(RECORD)
+
+
+def loaded_structure(record: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the part of a record that `shrink` takes, as an entry of an export's configuration; empty without one."""
+    return {} if record is None else {"structure": {name: record[name] for name in ("sizes", "numbers")}}
 
 
 def load_sizes(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_solo.errors import PresetError, listed
 from lightning_solo.export.pretrained import new_folder, require_tensors, write_with_loader
+from lightning_solo.export.pruned_structure import loaded_structure, structure_of
 from lightning_solo.export.weights import source_of
 from lightning_solo.nn import packed_weights
 from lightning_solo.nn.blocks import counted
@@ -105,7 +106,9 @@ def export_quantized(
     weights = dict(source_of(module).weights)
     require_tensors(folder, weights)
     before = sum({place(value): value.nbytes for value in weights.values()}.values())
-    after = write_with_loader(folder, *_packed(choice, weights, rounding, scales), packed_weights)
+    stored, config = _packed(choice, weights, rounding, scales)
+    config |= loaded_structure(structure_of(module))
+    after = write_with_loader(folder, stored, config, packed_weights)
     scale = f"in groups of {group_size}" if group_size else "by rows"
     left = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
     return [

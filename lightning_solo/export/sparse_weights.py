@@ -1,6 +1,6 @@
-"""Weights with many zeros in fewer bytes, and smaller modules. This file needs torch and safetensors alone.
+"""Weights with many zeros in fewer bytes, and smaller modules. It needs torch and safetensors alone.
 
-`lightning-solo export --format pruned` writes a copy of it beside the weights, as ``load.py``:
+`lightning-solo export --format pruned` writes a copy of this file beside the weights, as ``load.py``:
 
     from load import load
     model = load(MyModel(), "folder")
@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+
+from lightning_solo.nn.pruned_layers import shrink
 
 Module = TypeVar("Module", bound=nn.Module)
 _MOST = 255  # zeros in a gap; longer ones have numbers of 0 in between
@@ -87,29 +89,3 @@ def load(module: Module, folder: str | Path) -> Module:
     shrink(module, config.get("structure") or {})
     module.load_state_dict(weights(folder))
     return module
-
-
-def shrink(module: nn.Module, structure: dict[str, Any]) -> None:
-    """Give a new module the smaller sizes of a trained one; the weights that change are not set.
-
-    Args:
-        module: made as for training.
-        structure: ``"sizes"``, name of a tensor -> its shapes before and after; and ``"numbers"``, name of an
-            attribute -> its value, such as the number of heads.
-
-    Raises:
-        ValueError: a tensor is missing, or has neither of its shapes.
-    """
-    for name, (before, after) in structure.get("sizes", {}).items():
-        part, _, own = name.rpartition(".")
-        try:
-            tensor = getattr(module.get_submodule(part), own)
-        except AttributeError:
-            raise ValueError(f"the module has no {name}; make it as for training") from None
-        if list(tensor.shape) not in (before, after):
-            raise ValueError(f"{name} has the shape {list(tensor.shape)}; expected is {before}, as before training")
-        if list(tensor.shape) != after:
-            tensor.data = tensor.data.new_empty(after)
-    for name, value in structure.get("numbers", {}).items():
-        part, _, own = name.rpartition(".")
-        setattr(module.get_submodule(part), own, value)

@@ -1,6 +1,6 @@
-"""Layers with weights of 2 to 8 bits, for inference. This file needs torch and safetensors alone.
+"""Layers with weights of 2 to 8 bits, for inference. It needs torch and safetensors alone.
 
-`lightning-solo export --format quantized` writes a copy of it beside the weights, as ``load.py``:
+`lightning-solo export --format quantized` writes a copy of this file beside the weights, as ``load.py``:
 
     from load import load
     model = load(MyModule(), "folder")
@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from lightning_solo.nn.pruned_layers import shrink
 
 Module = TypeVar("Module", bound=nn.Module)
 WIDTHS = (4, 2, 1)
@@ -299,6 +301,7 @@ def load(module: Module, folder: str | Path) -> Module:
     folder = Path(folder)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     weights = load_file(folder / "model.safetensors")
+    shrink(module, config.get("structure") or {})
     for name, options in config["layers"].items():
         here, options = module.get_submodule(name), dict(options)
         kind = options.pop("kind")

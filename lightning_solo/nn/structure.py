@@ -156,7 +156,7 @@ def _size_names(owner: nn.Module, each: Slice, size: int) -> list[str]:
             return []
         names = _SIZES_OUT if each.dim == weight_dims(owner)[0] else _SIZES_IN
         return [name for name in names if name in vars(owner)]
-    if not type(owner).__module__.startswith("torch.nn."):
+    if not type(owner).__module__.startswith("torch.nn."):  # torch's attention isn't while heads are removed
         return []
     if isinstance(owner, nn.modules.conv._ConvTransposeNd) and owner.groups == 1:
         return ["out_channels"]  # its inputs may have the same size

@@ -143,8 +143,6 @@ class _Search:
 
     def _of_layer(self, name: str, numbers: list[int]) -> Structure | str:
         """Return the structure of a layer's inputs, or why there is none."""
-        if not numbers and isinstance(self.module.get_submodule(name.rpartition(".")[0]), nn.MultiheadAttention):
-            return "torch's MultiheadAttention computes the width of a head from their number"
         if not numbers:
             return "not called by the first batch, or its weight is read by something else"
         found: Structure | None = None
@@ -162,16 +160,25 @@ class _Search:
         matrices = [p for p in leaves if p.ndim > 1]
         if not producers and not matrices:
             return "its input isn't computed by a layer"
-        for source in [*(each.name for each in producers), *map(self._path, matrices)]:
-            if others := sorted(self.readers[source] - {call.name}):
-                return f"its input is computed by {source}, whose output {others[0]} reads too"
+        sources = [*(each.name for each in producers), *map(self._path, matrices)]
+        if not matrices and (reason := self._read_elsewhere(call, sources)):
+            return reason
         probe = _Probe(call, producers, leaves)
         inputs = call.x.shape[call.axis]
         for size in self._run_lengths(call, inputs):
             units = probe.units(size)
             if units is not None:
-                return self._structure(call, producers, leaves, units, inputs // size, size)
+                structure = self._structure(call, producers, leaves, units, inputs // size, size)
+                cut = {name for each in structure.slices[1:] for name in (each.owner, each.path)}
+                return self._read_elsewhere(call, [each for each in sources if each in cut]) or structure
         return "something mixes all its inputs, as a normalization or a single head does"
+
+    def _read_elsewhere(self, call: _Call, sources: list[str]) -> str | None:
+        """Return why a layer's inputs stay that are computed by layers and parameters, if others use these too."""
+        for source in sources:
+            if others := sorted(self.readers[source] - {call.name}):
+                return f"its input is computed by {source}, whose output {others[0]} reads too"
+        return None
 
     def _run_lengths(self, call: _Call, inputs: int) -> list[int]:
         """Return the possible sizes of units: 1, those by numbers of heads, and all other divisors."""
@@ -201,6 +208,7 @@ class _Search:
             if where is not None:
                 owner, _, name = self._path(p).rpartition(".")
                 slices.append(Slice(owner, name, *where))
+                mixed |= p.ndim > 1 and int((where[1] == 0).sum()) > 1
                 part, total = self.module.get_submodule(owner), len(where[1])
                 for buffer, value in part.named_buffers(recurse=False):  # as those of a batch norm
                     if value.ndim and value.shape[0] == total and type(part).__module__.startswith("torch.nn."):

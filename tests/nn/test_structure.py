@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
+from lightning_solo.nn.pruned_layers import keep_head_width
 from lightning_solo.nn.structure import CHANNELS, HEADS, Structure, remove
 from lightning_solo.nn.structure_checks import checked
 from lightning_solo.nn.structure_search import find_structures
@@ -106,6 +107,13 @@ def byte_gpt() -> tuple[nn.Module, Callable[[], Any]]:
     return net, lambda: net.loss(torch.arange(36).view(4, 9))
 
 
+def attention(**options: Any) -> tuple[nn.Module, Callable[[], Any]]:
+    net = nn.ModuleDict({"x": nn.Linear(WIDTH, WIDTH), "a": nn.MultiheadAttention(WIDTH, 4, **options)})
+    keep_head_width(net, everywhere=True)
+    k, v = (X[:, : options.get(name, WIDTH)] for name in ("kdim", "vdim"))
+    return net, lambda: net["a"](net["x"](X), k, v)[0].square().mean()
+
+
 IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 GROUPED = {"head_dim": 8, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2}
 MODULES: dict[str, tuple[Callable[[], Any], dict[str, tuple[str, int, dict[str, int]]]]] = {
@@ -131,6 +139,10 @@ MODULES: dict[str, tuple[Callable[[], Any], dict[str, tuple[str, int, dict[str, 
     "experts": (lambda: of(Experts()), {"experts.0.2": (CHANNELS, 12, {}), "experts.1.2": (CHANNELS, 12, {})}),
     "called twice": (lambda: of(Twice()), {"down": (CHANNELS, 8, {})}),
     "multi-query": (lambda: of(Multiquery()), {"out": (HEADS, 4, {"heads": 2})}),
+    "attention of torch": (lambda: attention(), {"a.out_proj": (HEADS, 4, {"a.num_heads": 2})}),
+    "its own widths": (lambda: attention(kdim=4, vdim=6, add_bias_kv=True), {
+        "a.out_proj": (HEADS, 4, {"a.num_heads": 2}),
+    }),
     "encoder layer": (lambda: of(nn.TransformerEncoderLayer(WIDTH, 2, 12)), {"linear2": (CHANNELS, 12, {})}),
 }  # fmt: skip
 
@@ -229,10 +241,6 @@ LEFT_OUT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         lambda: Written(
             lambda x, net: net.b(net.a(x)), a=parametrizations.weight_norm(nn.Linear(8, 4)), b=nn.Linear(4, 2)
         ), "b", "a.weight",
-    ),
-    "attention of torch": (
-        lambda: Written(lambda x, net: net.a(x, x, x)[0], a=nn.MultiheadAttention(8, 2)),
-        "a.out_proj", "MultiheadAttention",
     ),
     "embedding": (
         lambda: Written(lambda x, net: net.a(net.e(x.argmax(1))), e=nn.Embedding(8, 8), a=nn.Linear(8, 4)),

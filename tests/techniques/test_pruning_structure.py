@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -120,6 +121,41 @@ def test_heads_are_removed_with_their_number(make_trainer: Make) -> None:
     assert module.net.heads == 1
     assert shapes(module)["net.qkv.weight"] == (12, 8)
     assert shapes(module)["net.out.weight"] == (8, 4)
+
+
+class Encoder(nn.Module):
+    """torch's own layers, whose kernels for evaluation compute the width of a head from the number of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 16, batch_first=True)
+        self.body, self.head = nn.TransformerEncoder(layer, 2), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x[None], src_key_padding_mask=torch.zeros(1, len(x), dtype=torch.bool))[0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("options", [{"pattern": "heads", "amount": 0.5}, HALF], ids=["heads", "channels"])
+def test_encoders_of_torch_are_trained_and_exported_without_some(
+    options: dict[str, Any], make_trainer: Make, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    module = fit(make_trainer, Pruning(**options), module=regression(L, Encoder())).eval()
+    is_of_heads = options["pattern"] == "heads"
+    assert shapes(module)["net.body.layers.1.self_attn.in_proj_weight"] == (12 if is_of_heads else 24, 8)
+    assert shapes(module)["net.body.layers.1.linear2.weight"] == (8, 16 if is_of_heads else 8)
+    x = torch.randn(3, WIDTH)
+    expected = module.net(x).detach()
+    solo.export_pruned(module, tmp_path / "pruned")
+    solo.export_quantized(module, tmp_path / "quantized", bits=8, group_size=0)
+    for folder, tolerance in (("pruned", 1e-6), ("quantized", 0.05)):
+        file = tmp_path / folder / "load.py"
+        assert "from lightning_solo" not in file.read_text()
+        loaded = runpy.run_path(str(file))["load"](regression(L, Encoder()), file.parent).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(loaded.net(x), expected, rtol=0, atol=tolerance)
+    assert not equal(loaded.net(x), expected)  # of 8 bits
 
 
 def test_names_threshold_and_scope_choose(make_trainer: Make) -> None:

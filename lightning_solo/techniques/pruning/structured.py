@@ -13,6 +13,7 @@ from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, listed
 from lightning_solo.export.pruned_structure import RECORD
 from lightning_solo.nn.named_weights import matching
+from lightning_solo.nn.pruned_layers import keep_head_width
 from lightning_solo.nn.rollback import Rollback, attributes_kept
 from lightning_solo.nn.structure import Removal, Structure, remove, tensor_of
 from lightning_solo.nn.structure_checks import checked
@@ -66,14 +67,18 @@ class Structured:
                     " checkpoint, and write +callback=finite_guard, which stops before a weight becomes NaN"
                 )
         step = self._step()
-        findings = find_structures(module, step)
-        structures, left_out = self._chosen(findings.structures, findings.left_out)
-        kept = self._kept(structures, record or {})
-        good, reasons = checked(module, step, structures, kept)
-        self._require(good, {**left_out, **reasons}, asked=reasons)
-        before = sum(p.numel() for p in module.parameters())
-        shapes = {each.path: list(tensor_of(module, each).shape) for one in good for each in one.slices}
-        removal = remove(module, good, kept)
+        keep_head_width(module, everywhere=True)
+        try:
+            findings = find_structures(module, step)
+            structures, left_out = self._chosen(findings.structures, findings.left_out)
+            kept = self._kept(structures, record or {})
+            good, reasons = checked(module, step, structures, kept)
+            self._require(good, {**left_out, **reasons}, asked=reasons)
+            before = sum(p.numel() for p in module.parameters())
+            shapes = {each.path: list(tensor_of(module, each).shape) for one in good for each in one.slices}
+            removal = remove(module, good, kept)
+        finally:
+            keep_head_width(module)
         self._indices = removal.indices
         setattr(module, RECORD, _joined(record, shapes, removal, good, ours))
         after = sum(p.numel() for p in module.parameters())
