@@ -9,6 +9,7 @@ f  plans         `plan --calibrate`, then four presets planned and measured
 g  ladder        README's ladder, a rung at a time
 h  survival      a run resumed to the bit, what the guard adds to a step, safe and asynchronous saves
 i  compression   pruning, quantization, distillation, averages, small optimizers, in place: time and peak of a step
+j  streaming     activations, weights and states on the host, beside torch's save_on_cpu
 
 Each part is a process under its own limit of time, writes each row of its result at once, and a part that fails doesn't
 keep the next from running. Exit status 1 if one failed.
@@ -51,13 +52,14 @@ PARTS = {
     "g": Part("ladder", 480),
     "h": Part("survival", 300),
     "i": Part("compression", 300),
+    "j": Part("streaming", 300),
 }
 
 
 def main() -> int:
     """Run the parts that are asked for, and print how each ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="".join(PARTS), help="some of abcdefghi (all)")
+    parser.add_argument("--parts", default="".join(PARTS), help="some of abcdefghij (all)")
     parser.add_argument("--results", type=Path, help="where files go (examples/results/gpu; runs/gpu with --small)")
     parser.add_argument("--small", action="store_true", help="small sizes")
     parser.add_argument("--through", default="", help="a module through which each script is run, as a debugger is")

@@ -6,6 +6,7 @@ python examples/gpu/train.py compact --model 1b --context 2048 --batch 4 --plan
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -81,9 +82,9 @@ def kernels(profiler: Any, taken: float) -> dict[str, float]:
 class Built(L.LightningModule):
     """A byte GPT that is built on the device, where random numbers of billions of weights take no time."""
 
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make: Any, saved_in: Any = contextlib.nullcontext) -> None:
         super().__init__()
-        self.make = make
+        self.make, self.saved_in = make, saved_in
         self.net: Any = None
 
     def configure_model(self) -> None:
@@ -94,8 +95,9 @@ class Built(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the loss of the net."""
-        logits = self.net(batch[:, :-1].long())
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten().long())
+        with self.saved_in():
+            logits = self.net(batch[:, :-1].long())
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten().long())
 
     def configure_optimizers(self) -> Any:
         """Return AdamW."""
@@ -111,6 +113,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--save-on-cpu", action="store_true", help="all saved tensors, by torch's own context")
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
     print(json.dumps(run(given)))
@@ -135,7 +138,10 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     trainer = L.Trainer(
         **{"accelerator": "gpu", **arguments}, **quiet, enable_model_summary=False, max_steps=given.steps, max_epochs=-1
     )
-    trainer.fit(Built(make), DataLoader(tokens, batch_size=given.batch))
+    saved_in = (
+        partial(torch.autograd.graph.save_on_cpu, pin_memory=True) if given.save_on_cpu else contextlib.nullcontext
+    )
+    trainer.fit(Built(make, saved_in), DataLoader(tokens, batch_size=given.batch))
     timed = clock.seconds[1:]  # the first compiles
     taken = statistics.median(timed)
     accumulation = trainer.accumulate_grad_batches

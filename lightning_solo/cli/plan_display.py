@@ -177,6 +177,10 @@ def print_readings(device: Device, readings: Readings, path: Path) -> None:
     rows.append(("copy", f"{readings.bandwidth / 1e9:.1f} GB/s", f"{readings.bandwidth / peak:.0%} of {peak / 1e9:g}"))
     if device.name != CPU:
         rows.append(("from pinned host memory", f"{readings.host_bandwidth / 1e9:.1f} GB/s", ""))
+        for way, speed in zip(("to the device", "to the host"), readings.host_bandwidth_both or (), strict=False):
+            rows.append((f"{way}, both ways at once", f"{speed / 1e9:.1f} GB/s", ""))
+        if readings.host_memory_bandwidth is not None:
+            rows.append(("copy in host memory", f"{readings.host_memory_bandwidth / 1e9:.1f} GB/s", ""))
         rows.append(("CUDA context", format_bytes(readings.context_bytes), ""))
         rows.append(("workspace", format_bytes(readings.workspace_bytes), ""))
     table = Table("", ("what", "reading", "of peak"), [tuple(map(Cell, row)) for row in rows])

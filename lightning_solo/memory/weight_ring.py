@@ -106,6 +106,24 @@ class WeightRing(BlockRing):
         super().close()
         self._there = []
 
+    def keep_last(self, free: int) -> int:
+        """Leave the last blocks on the device for good, as many as fit into ``free`` bytes; return their number.
+
+        As many stay on the host as there are buffers. Call it between steps.
+        """
+        self.rest()
+        count = len(self._stored)
+        while len(self._stored) > len(self._slots) and self._stored[-1].nbytes <= free:
+            free -= self._stored[-1].nbytes
+            for p in self._sources[-1]:
+                p.data = p.data.to(self.device)
+                del self._numbers[p]
+            self._written.pop(len(self._stored) - 1, None)
+            for each in (self._stored, self._sources, self._loaded, self._home, self._there):
+                each.pop()
+        self._followers.clear()
+        return count - len(self._stored)
+
     @contextmanager
     def using(self, number: int) -> Iterator[list[Tensor]]:
         """Give a block's parameters their numbers on the device; outside a step they are then on the host again."""

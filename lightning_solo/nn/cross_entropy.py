@@ -272,7 +272,7 @@ def _walk(
             if of_hidden is not None:
                 of_hidden[at] = _product(x, low_weight).to(of_hidden.dtype)
             if of_weight is not None:
-                _add_product(of_weight, rest, x.t(), chunk)
+                _add_product(of_weight, rest if start else None, x.t(), chunk)  # the first leaves no rest
             if of_bias is not None:
                 of_bias.add_(x.sum(0, dtype=of_bias.dtype))
             del x
@@ -379,4 +379,4 @@ def _add_product(total: Tensor, rest: Tensor | None, first: Tensor, second: Tens
         else:
             exact = product.float().add_(rest[rows]).add_(total[rows])
             total[rows] = exact
-            rest[rows] = exact.sub_(total[rows])
+            torch.sub(exact, total[rows], out=rest[rows])

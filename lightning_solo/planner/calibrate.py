@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_solo.errors import CapabilityError
 from lightning_solo.planner.calibration import Readings, calibrated, context_of, keep
@@ -107,17 +107,52 @@ def train_a_little(on: torch.device, dtype: torch.dtype) -> None:
 
 
 def speeds(device: Device, on: torch.device, width: int | None = None, copied: int = COPIED) -> dict[str, Any]:
-    """Return FLOP/s of a matrix product by kind, and bytes per second of a copy on the device and from the host."""
+    """Return FLOP/s of a matrix product by kind, and bytes per second of copies on the device and by the host."""
     width = width or WIDTHS[on.type]
     kinds = [kind for kind in DTYPES if device.flops[kind] is not None]
     source, target = (torch.zeros(copied, dtype=torch.uint8, device=on) for _ in range(2))
     bandwidth = 2 * copied / fastest(lambda: target.copy_(source), on)  # read and written
-    from_host = bandwidth
+    from_host, both, memory = bandwidth, None, None
     if on.type == "cuda":
-        pinned = torch.zeros(copied, dtype=torch.uint8, pin_memory=True)
+        pinned, back = (torch.zeros(copied, dtype=torch.uint8, pin_memory=True) for _ in range(2))
         from_host = copied / fastest(lambda: target.copy_(pinned, non_blocking=True), on)
+        both = speeds_of_both_directions(target, pinned, source, back)
+        memory = max(2 * copied / fastest(lambda: back.copy_(pinned), torch.device("cpu")), sum(both))
     flops = {kind: 2 * width**3 / product_seconds(kind, width, on) for kind in kinds}
-    return {"flops": flops, "bandwidth": bandwidth, "host_bandwidth": from_host}
+    return {
+        "flops": flops,
+        "bandwidth": bandwidth,
+        "host_bandwidth": from_host,
+        "host_bandwidth_both": both,
+        "host_memory_bandwidth": memory,
+    }
+
+
+def speeds_of_both_directions(target: Tensor, pinned: Tensor, source: Tensor, back: Tensor) -> list[float]:
+    """Return bytes per second of ``target.copy_(pinned)``, and of ``back.copy_(source)``, while the other runs too.
+
+    Each is timed while the other direction has three times as much to copy, and so doesn't end before it.
+    """
+    copies = [(target, pinned), (back, source)]
+    found = []
+    for timed in (0, 1):
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]  # type: ignore[no-untyped-call]
+        best = 0.0
+        for _ in range(TRIES):
+            torch.cuda.synchronize()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for which, times in ((1 - timed, 3), (timed, 1)):
+                with torch.cuda.stream(streams[which]):
+                    if which == timed:
+                        start.record()
+                    for _ in range(times):
+                        copies[which][0].copy_(copies[which][1], non_blocking=True)
+                    if which == timed:
+                        end.record()
+            torch.cuda.synchronize()
+            best = max(best, 1e3 * target.nbytes / start.elapsed_time(end))
+        found.append(best)
+    return found
 
 
 def product_seconds(kind: str, width: int, on: torch.device) -> float:

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Readings:
         host_bandwidth: bytes per second from pinned host memory to the device.
         context_bytes: bytes that are in use outside torch's allocator after a few training steps.
         workspace_bytes: bytes that torch's allocator still has in use after all tensors are freed.
+        host_bandwidth_both: bytes per second to the device and to the host, while both run; None for a CPU.
+        host_memory_bandwidth: bytes per second that a copy in host memory reads and writes; None for a CPU.
     """
 
     date: str
@@ -39,9 +41,12 @@ class Readings:
     host_bandwidth: float
     context_bytes: int
     workspace_bytes: int
+    host_bandwidth_both: Sequence[float] | None = None
+    host_memory_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
-        speeds = [self.bandwidth, self.host_bandwidth, *(speed for speed in self.flops.values() if speed is not None)]
+        found = [*self.flops.values(), *(self.host_bandwidth_both or ()), self.host_memory_bandwidth]
+        speeds = [self.bandwidth, self.host_bandwidth, *(speed for speed in found if speed is not None)]
         if not all(isinstance(speed, (int, float)) and math.isfinite(speed) and speed > 0 for speed in speeds):
             raise ValueError(f"speeds of {speeds}: each must be above 0")
         if type(self.context_bytes) is not int or type(self.workspace_bytes) is not int:
@@ -61,6 +66,8 @@ def calibrated(device: Device, readings: Readings) -> Device:
     return replace(
         device,
         host_bandwidth=readings.host_bandwidth,
+        host_bandwidth_both=readings.host_bandwidth_both or device.host_bandwidth_both,
+        host_memory_bandwidth=readings.host_memory_bandwidth or device.host_memory_bandwidth,
         context_bytes=readings.context_bytes,
         workspace_bytes=readings.workspace_bytes,
         flops_reached=reached,
@@ -125,7 +132,8 @@ def kept(device: Device) -> Readings | None:
         return None
     try:
         values: dict[str, Any] = json.loads(path.read_text())
-        return Readings(**{field.name: values[field.name] for field in fields(Readings)})
+        known = [field.name for field in fields(Readings) if field.name in values or field.default is MISSING]
+        return Readings(**{name: values[name] for name in known})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         warnings.warn(
             f"{path} can't be read ({type(error).__name__}: {error}), so the table's figures are used; write again:"

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_solo.attributes import replaced
 from lightning_solo.memory import host_slabs
 from lightning_solo.memory.block_ring import BlockRing
 from lightning_solo.memory.weight_ring import WeightRing
-from lightning_solo.nn import quantized
+from lightning_solo.nn import fused_operators, quantized
 from lightning_solo.nn.offloading import Offloader
 from lightning_solo.optim import adamw_update, cpu_kernel, kernels, memory_order, split_weights, staging
 from lightning_solo.optim.gpu_kernel import TritonKernels
@@ -97,9 +98,41 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
     chunks = memory_order.chunks
     with ExitStack() as stack:
         stack.enter_context(replaced(kernels, "kernels_on", kernels_on))
+        if cuda:
+            for name in _FUSED:
+                stack.enter_context(
+                    replaced(fused_operators, name, _one_kernel(tracer, getattr(fused_operators, name)))
+                )
         if tracer.fake:
             stack.enter_context(replaced(memory_order, "chunks", two_chunks))
         yield
+
+
+_FUSED = (
+    "rms_norm_forward",
+    "rms_norm_backward",
+    "layer_norm_forward",
+    "layer_norm_backward",
+    "gated_forward",
+    "gated_backward",
+)
+
+
+def _one_kernel(tracer: Tracer, operators: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the operators that stand for a fused kernel, recorded as one launch.
+
+    It reads its tensors once and writes its results once.
+    """
+
+    def run(*arguments: Any) -> Any:
+        begin = len(tracer.costs)
+        results = operators(*arguments)
+        del tracer.costs[begin:]
+        tensors = [each for each in (*arguments, *tree_leaves(results)) if isinstance(each, Tensor)]
+        tracer.launch(sum(tensor.nbytes for tensor in tensors))
+        return results
+
+    return run
 
 
 @contextmanager

@@ -23,7 +23,7 @@ def step_schedule(costs: Sequence[Cost], device: Device, phases: Sequence[str] =
         device: the device that runs them.
         phases: the phase of each operator, used as the span's name; empty for no names.
     """
-    return schedule(operations(costs, device, phases), _launch_seconds(device))
+    return schedule(operations(costs, device, phases), _launch_seconds(device), _both(device))
 
 
 def step_seconds(costs: Sequence[Cost], device: Device) -> float:
@@ -32,19 +32,19 @@ def step_seconds(costs: Sequence[Cost], device: Device) -> float:
     Copies to the host that a step leaves unfinished overlap with the next one.
     """
     launch_s = _launch_seconds(device)
-    once, twice = (schedule(operations([*costs] * times, device), launch_s) for times in (1, 2))
+    once, twice = (schedule(operations([*costs] * times, device), launch_s, _both(device)) for times in (1, 2))
     return length(twice) - length(once)
 
 
 def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()) -> list[Operation]:
     """Return operators and copies, each with the operations it waits for.
 
-    An operator takes ``max(FLOPs / speed, bytes / bandwidth, 4 us)``, a copy its bytes over the bus' bandwidth in one
-    direction. Speed and bandwidth are shares of the device's peaks: measured, or 0.70 and 0.80. A copy to the device
-    waits for the last copy from its buffer, and a copy to the host for the preceding operator. An operator waits for
-    the copies of buffers that were awaited since the preceding operator.
+    An operator takes ``max(FLOPs / speed, bytes / bandwidth, 4 us)``, a copy its bytes over the bus' bandwidth while
+    nothing is copied in the other direction. Speed and bandwidth are shares of the device's peaks: measured, or 0.70
+    and 0.80. A copy to the device waits for the last copy from its buffer, and a copy to the host for the preceding
+    operator. An operator waits for the copies of buffers that were awaited since the preceding operator.
     """
-    bandwidth = device.bandwidth_reached * device.memory_bandwidth
+    bandwidth, (copied, _) = device.bandwidth_reached * device.memory_bandwidth, device.copy_speeds()
     result: list[Operation] = []
     computed = -1  # the last operator
     awaited: list[int] = []  # copies that the next operator waits for
@@ -60,7 +60,7 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
             seconds = max(compute, cost.bytes / bandwidth, KERNEL_S)
             waits, awaited, computed = tuple(awaited), [], number
         else:
-            seconds = cost.bytes / device.host_bandwidth
+            seconds = cost.bytes / copied
             before = emptied.get(cost.slot, -1) if cost.stream == TO_DEVICE else computed
             waits = () if before < 0 else (before,)
             last[cost.slot] = number
@@ -73,6 +73,12 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
 def _launch_seconds(device: Device) -> float:
     """Return the seconds in which the host launches an operator; 0 for a CPU, which computes itself."""
     return 0.0 if device.name == CPU else LAUNCH_S
+
+
+def _both(device: Device) -> tuple[float, float]:
+    """Return the shares of their speed that copies reach while both directions run."""
+    alone, (up, down) = device.copy_speeds()
+    return up / alone, down / alone
 
 
 def _speed(device: Device, dtype: torch.dtype) -> float:

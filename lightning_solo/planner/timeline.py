@@ -1,13 +1,15 @@
 """The schedule of operations on a device's streams.
 
 A GPU has a stream for kernels and a copy engine for each direction of the bus. Each runs its operations in the order in
-which the host launches them; an operation that waits for one of another stream starts after it.
+which the host launches them; an operation that waits for one of another stream starts after it. Copies of both
+directions at once may slow one another.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 COMPUTE, TO_DEVICE, TO_HOST = STREAMS = ("compute", "to device", "to host")
@@ -41,16 +43,24 @@ class Span(NamedTuple):
     share: float = 1.0
 
 
-def schedule(operations: Iterable[Operation], launch_s: float = 0.0) -> list[Span]:
+def schedule(
+    operations: Iterable[Operation], launch_s: float = 0.0, both: tuple[float, float] = (1.0, 1.0)
+) -> list[Span]:
     """Return the time at which each operation runs.
 
     Args:
         operations: in the order in which the host launches them.
         launch_s: seconds of a launch on the host, which runs ahead of the device and never waits.
+        both: the shares of their speed that copies to the device and to the host reach while both run.
 
     >>> [span.start_s for span in schedule([Operation("to device", 2.0), Operation("compute", 3.0, after=(0,))])]
     [0.0, 2.0]
+    >>> copies = [Operation("to device", 1.0), Operation("to host", 2.0)]
+    >>> [span.end_s for span in schedule(copies, both=(0.5, 1.0))]
+    [2.0, 2.0]
     """
+    if both != (1.0, 1.0):
+        return _with_slower_copies(list(operations), launch_s, {TO_DEVICE: both[0], TO_HOST: both[1]})
     free: dict[str, float] = {}
     spans: list[Span] = []
     for number, (stream, seconds, after, name) in enumerate(operations):
@@ -60,6 +70,31 @@ def schedule(operations: Iterable[Operation], launch_s: float = 0.0) -> list[Spa
         free[stream] = start + seconds
         spans.append(Span(stream, start, start + seconds, name))
     return spans
+
+
+def _with_slower_copies(operations: Sequence[Operation], launch_s: float, shares: Mapping[str, float]) -> list[Span]:
+    """Return the schedule event by event, since the end of a copy depends on later copies of the other direction."""
+    waiting = {stream: deque(n for n, each in enumerate(operations) if each.stream == stream) for stream in STREAMS}
+    running: dict[str, int] = {}
+    starts, ends = [0.0] * len(operations), [math.inf] * len(operations)
+    done, now = [False] * len(operations), 0.0
+    for _ in range(2 * len(operations)):
+        event, stream = min((ends[number], stream) for stream, number in running.items()) if running else (math.inf, "")
+        for each, queue in waiting.items():
+            if each not in running and queue and all(done[other] for other in operations[queue[0]].after):
+                event, stream = min((event, stream), (max(now, queue[0] * launch_s), each))
+        now, is_end = event, stream in running
+        opposite = {TO_DEVICE: TO_HOST, TO_HOST: TO_DEVICE}.get(stream, "")
+        if opposite in running:
+            other, share = running[opposite], shares[opposite]
+            ends[other] = now + (ends[other] - now) * (share if is_end else 1 / share)
+        if is_end:
+            done[running.pop(stream)] = True
+            continue
+        running[stream] = number = waiting[stream].popleft()
+        starts[number] = now
+        ends[number] = now + operations[number].seconds / (shares[stream] if opposite in running else 1.0)
+    return [Span(each.stream, start, end, each.name) for each, start, end in zip(operations, starts, ends, strict=True)]
 
 
 def length(spans: Iterable[Span]) -> float:

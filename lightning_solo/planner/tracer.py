@@ -206,6 +206,7 @@ _FREE = {
     aten.new_empty_strided.default,
     aten.detach.default,
     aten.lift_fresh.default,
+    aten._unsafe_view.default,  # of a product of tensors of several dimensions; a view, though not marked as one
     *DATA_DEPENDENT,
 }
 
@@ -214,9 +215,19 @@ def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     integers = func is aten._int_mm.default  # counted as a product in bf16, for which torch has a rule
     count = flop_registry.get(aten.mm if integers else func._overloadpacket)
     flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+    if flops and _is_causal(func, args, kwargs):  # torch counts all pairs; the kernels skip those above the diagonal
+        flops //= 2
     tensors = {id(t): t for t in operator_tensors((args, kwargs, result))}.values()
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.bfloat16 if integers else torch.float32)
     return Cost(flops, sum(map(_bytes, tensors)), dtype)
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator is attention under a causal mask, of as many queries as keys."""
+    if not isinstance(func, OpOverload):
+        return False
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return bool(named.get("is_causal")) and named["query"].shape[-2] == named["key"].shape[-2]
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ KINDS = ("bf16", "fp16", "tf32", "fp32", "fp64")
 
 def _is_speed(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def _are_speeds(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_speed, value))
 
 
 def _is_text(value: Any) -> bool:
@@ -52,6 +56,11 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str, object]] = {
     "source": (_is_text, "a text", "https://www.nvidia.com/..."),
 }
 """Field of a device's file -> check of its value, the allowed values in words, an example."""
+OPTIONAL: dict[str, tuple[Callable[[Any], bool], str, object]] = {
+    "host_bandwidth_both": (_are_speeds, "two numbers above 0, in bytes per second, up and down", "[1.2e10, 2.4e10]"),
+    "host_memory_bandwidth": (_is_speed, _SPEED, 7.0e10),
+}
+"""Fields that a file may leave out."""
 FLOPS_REACHED, BANDWIDTH_REACHED = 0.70, 0.80  # shares of the peaks; set once, not fitted
 MAKERS = ("nvidia", "geforce", "tesla", "gpu")  # words that a name may leave out
 
@@ -71,9 +80,14 @@ class Device:
         context_bytes: CUDA's context and loaded kernels, outside torch's allocator.
         workspace_bytes: cuBLAS' workspace, inside torch's allocator.
         source: of the figures.
+        host_bandwidth_both: bytes per second to the device, and of those to the host, while both directions copy; None
+            if one doesn't slow the other.
+        host_memory_bandwidth: bytes per second that both directions together read and write of host memory; None for no
+            limit.
         flops_reached: share of each of ``flops`` that a matrix product reaches.
         bandwidth_reached: share of ``memory_bandwidth`` that a copy reaches.
-        calibrated: date on which the shares, ``host_bandwidth`` and the constants were measured; None if they weren't.
+        calibrated: date on which the shares, the host's bandwidths and the constants were measured; None if they
+            weren't.
     """
 
     name: str
@@ -85,9 +99,19 @@ class Device:
     context_bytes: int
     workspace_bytes: int
     source: str
+    host_bandwidth_both: Sequence[float] | None = None
+    host_memory_bandwidth: float | None = None
     flops_reached: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, FLOPS_REACHED))
     bandwidth_reached: float = BANDWIDTH_REACHED
     calibrated: str | None = None
+
+    def copy_speeds(self) -> tuple[float, tuple[float, float]]:
+        """Return bytes per second of one copy at a time, and of those to the device and to the host at once."""
+        limit = self.host_memory_bandwidth or math.inf
+        alone = min(self.host_bandwidth, limit)
+        up, down = (min(speed, alone) for speed in self.host_bandwidth_both or (alone, alone))
+        share = min(1.0, limit / (up + down))
+        return alone, (share * up, share * down)
 
 
 def devices() -> list[str]:
@@ -188,9 +212,9 @@ def _read(name: str, path: Path) -> Device:
         raise PresetError(f"{where} can't be read: {error}") from error
     if not isinstance(values, dict) or not values:
         raise PresetError(f"{where}: must hold a mapping of the fields {', '.join(FIELDS)}")
-    _check_names(values, tuple(FIELDS), where, "a device has")
-    for field, (is_right, expected, example) in FIELDS.items():
-        if not is_right(values[field]):
+    _check_names(values, tuple(FIELDS), where, "a device has", optional=tuple(OPTIONAL))
+    for field, (is_right, expected, example) in {**FIELDS, **OPTIONAL}.items():
+        if field in values and not is_right(values[field]):
             raise PresetError(f"{where}: {field}={values[field]!r}: must be {expected}, such as {example}")
     flops = values["flops"]
     _check_names(flops, KINDS, where, "flops are those of", "flops.")
@@ -203,12 +227,20 @@ def _read(name: str, path: Path) -> Device:
     return Device(name=name, **fields)
 
 
-def _check_names(values: Mapping[Any, Any], fields: tuple[str, ...], where: str, what: str, prefix: str = "") -> None:
+def _check_names(
+    values: Mapping[Any, Any],
+    fields: tuple[str, ...],
+    where: str,
+    what: str,
+    prefix: str = "",
+    optional: tuple[str, ...] = (),
+) -> None:
+    allowed = (*fields, *optional)
     for field, value in values.items():
-        if field not in fields:
+        if field not in allowed:
             raise PresetError(
-                f"{where}: {prefix}{field}={value!r}: no such field{nearest(str(field), fields)}"
-                f"{what} {', '.join(fields)}"
+                f"{where}: {prefix}{field}={value!r}: no such field{nearest(str(field), allowed)}"
+                f"{what} {', '.join(allowed)}"
             )
     for field in fields:
         if field not in values:

@@ -58,6 +58,22 @@ def test_readings_replace_the_tables_figures() -> None:
     assert "2026-11-22" in found.source
 
 
+def test_readings_of_both_directions_replace_those_of_the_file() -> None:
+    table = device("a100_80gb")
+    assert table.host_bandwidth_both == [1.2e10, 2.4e10]
+    assert calibrated(table, READINGS).host_bandwidth_both == table.host_bandwidth_both, "not measured"
+    found = calibrated(table, replace(READINGS, host_bandwidth_both=[3e9, 4e9], host_memory_bandwidth=2e10))
+    assert (found.host_bandwidth_both, found.host_memory_bandwidth) == ([3e9, 4e9], 2e10)
+
+
+def test_readings_of_before_are_still_read(cache: Path) -> None:
+    path = keep(device("cpu"), READINGS)
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in values.items() if not key.startswith("host_b") or value}))
+    assert "host_bandwidth_both" not in json.loads(path.read_text())
+    assert kept(device("cpu")) == READINGS
+
+
 def test_step_time_follows_from_readings() -> None:
     found = calibrated(device("t4"), READINGS)
     # 2e13 operations at 2e13 a second, 4e12 at 4e12, 3e11 bytes at 1e11 a second: 1 + 1 + 3
@@ -120,7 +136,14 @@ def test_a_cpus_readings_are_kept_by_processor_and_threads(cache: Path, monkeypa
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("bandwidth", -1.0), ("bandwidth", "fast"), ("flops", 3), ("flops", {"bf16": 0}), ("context_bytes", 1.5)],
+    [
+        ("bandwidth", -1.0),
+        ("bandwidth", "fast"),
+        ("flops", 3),
+        ("flops", {"bf16": 0}),
+        ("host_bandwidth_both", [0, 1]),
+        ("context_bytes", 1.5),
+    ],
 )
 def test_invalid_file_of_readings_gives_a_warning_and_is_ignored(cache: Path, key: str, value: object) -> None:
     on = device("cpu")
@@ -178,6 +201,7 @@ def test_speeds_of_this_cpu() -> None:
     assert all(1e7 < speed < 1e14 for speed in found["flops"].values())
     assert 1e8 < found["bandwidth"] < 1e13
     assert found["host_bandwidth"] == found["bandwidth"]
+    assert found["host_bandwidth_both"] is None
 
 
 def test_fastest_call_after_the_warm_up_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,4 +253,6 @@ def test_this_gpu_from_end_to_end(cache: Path) -> None:
     assert 0.3 < found.bandwidth_reached < 1.2
     assert all(0.05 < share < 1.5 for kind, share in found.flops_reached.items() if table.flops[kind])
     assert 1e9 < readings.host_bandwidth < 1e12
+    assert readings.host_bandwidth_both is not None
+    assert all(0.2 < speed / readings.host_bandwidth < 1.5 for speed in readings.host_bandwidth_both)
     assert this_device() == found

@@ -190,6 +190,16 @@ def test_a_users_file_is_found_by_file_name_and_by_label(own: Path) -> None:
     assert found.flops == {"bf16": 2e13, "fp16": 2e13, "tf32": None, "fp32": 1e13, "fp64": None}
 
 
+def test_speeds_of_copies_both_ways(own: Path) -> None:
+    (own / "acme.yaml").write_text(WHOLE)
+    assert device("acme").copy_speeds() == (1e10, (1e10, 1e10))
+    (own / "acme.yaml").write_text(WHOLE + "host_bandwidth_both: [4e9, 2e10]\n")
+    assert device("acme").copy_speeds() == (1e10, (4e9, 1e10))
+    (own / "acme.yaml").write_text(WHOLE + "host_bandwidth_both: [4e9, 8e9]\nhost_memory_bandwidth: 6e9\n")
+    alone, both = device("acme").copy_speeds()
+    assert (alone, *both) == pytest.approx((6e9, 2.4e9, 3.6e9))  # 4 and 6 share 6
+
+
 def test_users_file_overrides_ours(own: Path) -> None:
     (own / "t4.yaml").write_text(WHOLE)
     assert device("t4").label == "Acme 9000"
@@ -209,6 +219,18 @@ def test_users_file_overrides_ours(own: Path) -> None:
         ("memory_bandwidth: 5.0e11", "memory_bandwidth: -1", ["memory_bandwidth=-1: ", "above 0, in bytes"]),
         ("host_bandwidth: 1e10", "host_bandwidth: .inf", ["host_bandwidth=inf: ", "above 0"]),
         ("host_bandwidth: 1e10", "host_bandwidth: true", ["host_bandwidth=True: ", "above 0"]),
+        (
+            "source: measured",
+            "source: a\nhost_bandwidth_both: 1e10",
+            ["host_bandwidth_both=10000000000.0: ", "two numb"],
+        ),
+        (
+            "source: measured",
+            "source: a\nhost_bandwidth_both: [1e10, 0]",
+            ["host_bandwidth_both=", "above 0", "[1.2e10"],
+        ),
+        ("source: measured", "source: a\nhost_memory_bandwidth: -1", ["host_memory_bandwidth=-1: ", "above 0"]),
+        ("source: measured", "source: a\nhost_bandwidth_bot: 1", ["no such field", nearest("host_bandwidth_both")]),
         ("context_bytes: 0", "context_bytes: -1", ["context_bytes=-1: ", "at least 0, in bytes"]),
         ("fp32: 1e13", "fp32: null", ["flops.fp32=None: ", "above 0, in operations"]),
         ("fp32: 1e13", "fp32: -1", ["flops.fp32=-1: ", "above 0"]),

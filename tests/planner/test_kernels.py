@@ -53,6 +53,27 @@ def test_small_parameters_share_launches() -> None:
         assert sum(map(moved, alike)) in [cost.bytes for cost in costs]
 
 
+def attention_costs(causal: bool, keys: int = 64) -> list[Cost]:
+    """Return the costs of attention of 64 queries, and of its backward."""
+
+    class Attends(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = x[:, :64].view(2, 1, 1, 64).expand(2, 1, 64, 64).bfloat16() * self.head.weight[0, 0].bfloat16()
+            k = q[:, :, :keys]
+            return torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=causal).float().mean((1, 2, 3))
+
+    batch = [torch.zeros(2, WIDTH), torch.zeros(2)]
+    trace = capture(lambda: regression(L, Attends(width=WIDTH)), batch, arrange(compose("baseline"), {}).arguments())
+    return [cost for cost in trace.costs[trace.steps[0] : trace.steps[1]] if cost.flops]
+
+
+def test_causal_attention_counts_half_of_the_pairs() -> None:
+    whole, half = attention_costs(causal=False), attention_costs(causal=True)
+    assert len(whole) == 2
+    assert [cost.flops for cost in half] == [cost.flops // 2 for cost in whole]
+    assert attention_costs(causal=True, keys=32)[0].flops == whole[0].flops // 2, "half of the keys, not a square"
+
+
 # --- on a CPU ---
 
 CHUNK = 2**12  # elements; the largest parameters have 256 of them

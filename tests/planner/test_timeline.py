@@ -91,6 +91,47 @@ def test_any_schedule_keeps_its_rules(given: list[tuple[str, float, int]]) -> No
             assert busy(condensed(spans), stream) == pytest.approx(busy(spans, stream), abs=0.02 * total)
 
 
+@given(st.lists(st.tuples(st.sampled_from(STREAMS), st.floats(0, 1), st.integers(0, 5)), max_size=20), st.floats(0, 1))
+def test_directions_that_do_not_slow_one_another(given: list[tuple[str, float, int]], launch_s: float) -> None:
+    made = [Operation(stream, s, (n - back,) if 0 < back <= n else ()) for n, (stream, s, back) in enumerate(given)]
+    both = (1.0 - 1e-12, 1.0)  # computed event by event
+    plain, by_events = schedule(made, launch_s), schedule(made, launch_s, both)
+    assert [span.stream for span in plain] == [span.stream for span in by_events]
+    for one, other in zip(plain, by_events, strict=True):
+        assert (other.start_s, other.end_s) == pytest.approx((one.start_s, one.end_s), abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("both", "up", "down"),
+    [
+        ((0.5, 1.0), (0, 5), (0, 4)),  # 2 of 3 s while the other runs, then the last
+        ((0.5, 0.5), (0, 6), (0, 6 + 1)),
+        ((1.0, 0.25), (0, 3), (0, 3 + 3.25)),
+    ],
+)
+def test_copies_slow_one_another_while_both_run(
+    both: tuple[float, float], up: tuple[float, float], down: tuple[float, float]
+) -> None:
+    spans = schedule([Operation(TO_DEVICE, 3.0), Operation(TO_HOST, 4.0)], both=both)
+    assert [(span.start_s, span.end_s) for span in spans] == [pytest.approx(up), pytest.approx(down)]
+
+
+def test_a_later_copy_slows_one_that_runs() -> None:
+    made = [Operation(TO_DEVICE, 4.0), Operation(COMPUTE, 2.0), Operation(TO_HOST, 1.0, after=(1,))]
+    spans = schedule([*made, Operation(COMPUTE, 1.0, after=(0,))], both=(0.5, 1.0))
+    assert [(span.start_s, span.end_s) for span in spans] == [(0, 4.5), (0, 2), (2, 3), (4.5, 5.5)]
+
+
+def test_a_device_with_slower_copies_both_ways_needs_more_time() -> None:
+    copy = 0.01
+    costs = streamed(20, 3, copy, 0.001)
+    slow = replace(H200, host_bandwidth_both=[25e9, 50e9])
+    assert step_seconds(costs, slow) > 1.4 * step_seconds(costs, H200)
+    assert step_seconds(costs, replace(H200, host_memory_bandwidth=50e9)) == pytest.approx(2 * 20 * copy, rel=0.05)
+    assert step_seconds(costs, replace(H200, host_memory_bandwidth=200e9)) == step_seconds(costs, H200)
+    assert step_seconds(costs, replace(H200, host_memory_bandwidth=25e9)) == pytest.approx(4 * 20 * copy, rel=0.05)
+
+
 def test_a_step_without_copies_is_the_sum_of_its_operators_or_what_launching_takes() -> None:
     assert step_seconds([kernel(1.0), kernel(2.0)], H200) == pytest.approx(3.0)
     many = [kernel(0.0)] * 1000  # each 4 us long and 10 us to launch

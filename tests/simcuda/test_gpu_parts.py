@@ -22,6 +22,7 @@ PARTS = {
     "g": "ladder",
     "h": "survival",
     "i": "compression",
+    "j": "streaming",
 }
 SHORT = "ae"
 
@@ -48,4 +49,4 @@ def test_parts_that_do_not_exist_are_refused() -> None:
     script = ROOT / "examples" / "gpu" / "run.py"
     done = subprocess.run([sys.executable, str(script), "--parts", "ax"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert lines_with(done.stderr, "--parts ax: ", "abcdefghi")
+    assert lines_with(done.stderr, "--parts ax: ", "abcdefghij")

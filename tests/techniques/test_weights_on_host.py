@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_solo.errors import BudgetError, ConflictError, NothingToDoError
+from lightning_solo.memory.weight_ring import WeightRing
 from lightning_solo.nn.forwards import ATTRIBUTES
 from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner
@@ -25,6 +26,7 @@ from lightning_solo.techniques.activation_checkpointing.technique import Activat
 from lightning_solo.techniques.activation_offloading.technique import ActivationOffloading
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
+from lightning_solo.techniques.weights_on_host import technique as technique_module
 from lightning_solo.techniques.weights_on_host.technique import WeightsOnHost
 from lightning_solo.units import GiB
 from tests.conftest import long
@@ -33,6 +35,7 @@ from tests.modules import Held, loader, regression
 from tests.training import equal
 
 Make = Callable[..., Any]
+keep_last = WeightRing.keep_last
 WIDTH, BLOCKS = 32, 5
 
 
@@ -203,6 +206,38 @@ def test_a_budget_keeps_the_last_blocks(make_trainer: Make) -> None:
         fit(make_trainer, WeightsOnHost(weight_budget=f"{OUTSIDE - 100}B"))
     with pytest.raises(NothingToDoError, match=mentions("weight_budget", "~callback.weights_on_host")):
         fit(make_trainer, WeightsOnHost(weight_budget="1GiB"))
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("others", ["alone", "states on the host"])
+def test_auto_keeps_the_last_blocks_that_the_first_step_leaves_room_for(
+    make_trainer: Make, others: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precision, techniques = TECHNIQUES[others]
+    block = BLOCK if precision == "32-true" else BLOCK // 2
+    monkeypatch.setattr(technique_module, "free_bytes", lambda device: 10**9)  # a CPU has no memory of a device
+    monkeypatch.setattr(WeightRing, "keep_last", lambda ring, free: keep_last(ring, 5 * block // 2))
+    found, technique = Resident(), WeightsOnHost(weight_budget="auto", window=2)
+    kept = fit(make_trainer, technique, found, *techniques(), precision=precision, limit_val_batches=0)
+    assert found.stored == tuple(f"net.blocks.{number}" for number in range(BLOCKS - 2))
+    assert technique.ring is not None
+    assert technique.ring.stores == BLOCKS + 2 * (BLOCKS - 2)
+    assert equal(kept[1].states, fit(make_trainer, *techniques(), precision=precision, limit_val_batches=0)[1].states)
+
+
+@pytest.mark.any_device
+def test_auto_leaves_room_for_states_and_as_many_blocks_as_buffers(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rooms: list[int] = []
+    monkeypatch.setattr(technique_module, "free_bytes", lambda device: 10**9)
+    monkeypatch.setattr(WeightRing, "keep_last", lambda ring, free: rooms.append(free) or keep_last(ring, free))
+    technique, found = WeightsOnHost(weight_budget="auto", window=2), Resident()
+    module, _ = fit(make_trainer, technique, found)
+    states = 2 * sum(p.nbytes for p in module.parameters())
+    assert len(rooms) == 1
+    assert 10**9 - rooms[0] == pytest.approx(states, abs=4 * len([*module.parameters()]))  # Adam's, and steps
+    assert found.stored == ("net.blocks.0", "net.blocks.1")
 
 
 @pytest.mark.any_device

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.budget import budget_setting
@@ -14,10 +14,16 @@ from lightning_solo.cards.footprint import Footprint, Request, without_gradients
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.released_gradients import scaled_gradients
 from lightning_solo.cards.settings import TechniqueSettings, setting
+from lightning_solo.cards.tracing import Tracing
 from lightning_solo.units import parse_budget
 
 OPTION = "callback.weights_on_host"
-_bytes = partial(parse_budget, least=0)
+AUTO = "auto"
+
+
+def _bytes(budget: Any) -> int | None:
+    """Return the bytes of a budget; None for auto."""
+    return None if budget == AUTO else parse_budget(budget, least=0)
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,8 @@ class Settings(TechniqueSettings):
 
     blocks: str | Sequence[str] = blocks_setting()
     weight_budget: int | str | None = budget_setting(
-        "bytes of weights that stay on the device, such as 8GiB: first those outside the blocks, then the last blocks'."
-        " null: no block's",
+        "bytes of weights that stay on the device, such as 8GiB: first those outside the blocks, then the last blocks';"
+        " auto: as many as the first step leaves room for; null: no block's",
         _bytes,
     )
     window: int = setting(
@@ -38,7 +44,7 @@ class Settings(TechniqueSettings):
 
     @property
     def budget(self) -> int | None:
-        """Bytes of weights that stay on the device. None stands for those outside the blocks alone."""
+        """Bytes of weights that stay on the device. None stands for those outside the blocks, in the first step."""
         return None if self.weight_budget is None else _bytes(self.weight_budget)
 
 
@@ -87,6 +93,14 @@ def footprint(settings: Settings, request: Request, before: Footprint) -> Footpr
     return without_gradients(before, request, "device")
 
 
+def planned(settings: Settings, tracing: Tracing) -> Tracing:
+    """Plan all blocks' weights on the host."""
+    if settings.weight_budget != AUTO:
+        return tracing
+    assumption = "all blocks' weights are planned on the host: in a run, what fits stays on the device"
+    return replace(tracing, assumptions=(*tracing.assumptions, assumption))
+
+
 CARD = Card(
     name="weights_on_host",
     target="lightning_solo.techniques.weights_on_host.technique:WeightsOnHost",
@@ -104,5 +118,6 @@ CARD = Card(
     exact=True,
     frees=frozenset({"gradients"}),
     rules=(_rivals, _accumulates, _scaled_gradients),
+    planned="lightning_solo.techniques.weights_on_host.card:planned",
     footprint="lightning_solo.techniques.weights_on_host.card:footprint",
 )

@@ -20,12 +20,13 @@ from lightning_solo.nn.host_weights import leaving, store, weights_of_blocks
 from lightning_solo.nn.streaming import Streamed, stream_blocks, taken_out
 from lightning_solo.optim.gradient_release import StepInBackward
 from lightning_solo.optim.param_groups import parameters_of
+from lightning_solo.optim.state_placement import free_bytes
 from lightning_solo.seams import patches
 from lightning_solo.seams.homes import part
 from lightning_solo.seams.released_gradients import ReleasedGradients
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Checkpoint
-from lightning_solo.techniques.weights_on_host.card import CARD, OPTION, Settings
+from lightning_solo.techniques.weights_on_host.card import AUTO, CARD, OPTION, Settings
 from lightning_solo.units import format_bytes
 
 
@@ -48,7 +49,7 @@ class WeightsOnHost(ReleasedGradients, Settings):
         super()._init_state()
         self._ring: WeightRing | None = None
         self._blocks: dict[str, nn.Module] = {}
-        self._is_checked = False
+        self._is_checked = self._is_settled = False
 
     @property
     def ring(self) -> WeightRing | None:
@@ -69,7 +70,7 @@ class WeightsOnHost(ReleasedGradients, Settings):
             ConflictError: a fit whose gradients are needed together, or compiled blocks; the message says what to
                 write.
         """
-        self._ring, self._is_checked = None, False
+        self._ring, self._is_checked, self._is_settled = None, False, self.weight_budget != AUTO
         if ctx.training:
             super().transform(ctx)
             _refuse(ctx)
@@ -153,9 +154,28 @@ class WeightsOnHost(ReleasedGradients, Settings):
             ConflictError: it takes several micro-batches by now.
         """
         _refuse_accumulation(ctx)
+        if self._ring is not None and self._is_checked and not self._is_settled:
+            self._settle_budget(ctx, self._ring)
         if self._ring is not None:
             self._ring.begin()
         return proceed(*args, **kwargs)
+
+    def _settle_budget(self, ctx: Run, ring: WeightRing) -> None:
+        """Keep the last blocks on the device, as many as fit beside the peak of the first step."""
+        self._is_settled = True
+        # states were made in the first step's backward, perhaps after its peak
+        states = [
+            value for each in ctx.strategy.optimizers for state in each.state.values() for value in state.values()
+        ]
+        made = sum(each.nbytes for each in states if isinstance(each, Tensor) and each.device.type == ctx.device.type)
+        count = ring.keep_last(free_bytes(ctx.device) - made)
+        kept = [self._blocks.popitem()[1] for _ in range(count)]
+        restore_forwards(kept, Streamed)
+        if kept:
+            ctx.info(
+                f"weights_on_host: weights of {counted(kept)} stay on the device from the second step on;"
+                f" {format_bytes(ring.host_bytes)} are on the host"
+            )
 
     def step(
         self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
