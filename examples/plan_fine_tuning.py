@@ -41,6 +41,7 @@ TABLES = ["callback.quantized_base.embeddings=host", "callback.quantized_base.he
 WAYS: dict[str, tuple[list[str], list[str], tuple[str, ...]]] = {
     "full": (["bf16", "checkpointing"], CHUNKS, ("1B", "3B", "8B")),
     "compact": (["compact_checkpointing"], CHUNKS, ("1B", "3B", "8B", "14B")),
+    "stream": (["stream_checkpointing"], CHUNKS, ("8B", "14B", "32B", "70B")),
     "adapters": (["adapters", "checkpointing"], [*CHUNKS, "precision=bf16-mixed"], tuple(SHAPES)),
     "qlora": (["qlora"], CHUNKS, tuple(SHAPES)),
     "qlora, smaller": (["qlora"], [*CHUNKS, *TABLES], ("8B", "14B", "32B", "70B")),
@@ -108,7 +109,8 @@ def main() -> None:
             print(f"{way} {model}: {plans[-1]['needed_bytes'] / 2**30:.2f} GiB", flush=True)
             record = {
                 "command": "python examples/plan_fine_tuning.py", "device": "h200", "machine": machine(),
-                "versions": versions(), "cards": CARDS, "plans": plans,
+                "versions": versions(), "cards": CARDS,
+                "plans": sorted(plans, key=lambda row: list(WAYS).index(row["way"])),
             }  # fmt: skip
             arguments.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

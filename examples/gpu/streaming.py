@@ -1,4 +1,4 @@
-"""Part j of `make gpu`: activations, weights and states on the host, beside all on the device and torch's `save_on_cpu`.
+"""Part j of `make gpu`: activations, weights and states on the host, and torch's `save_on_cpu`, beside a resident run.
 
 Rows of one model: time of a step and peak, with activations kept, recomputed, their inputs on the host, all of them on
 the host by torch's own context (which waits for each copy), and by `activation_offloading`. Then weights and states
