@@ -75,6 +75,7 @@ class WeightRing(BlockRing):
     def begin(self) -> None:
         """Begin a step: from now on parameters are on the device, with numbers or without."""
         self._is_in_step = True
+        self._order = (-1, -1)  # forward begins, whatever backward ended with
         self._forget()
         for number in range(len(self._sources)):
             if number not in self._shown and number not in self._away:

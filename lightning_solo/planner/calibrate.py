@@ -140,7 +140,7 @@ def speeds_of_both_directions(target: Tensor, pinned: Tensor, source: Tensor, ba
         best = 0.0
         for _ in range(TRIES):
             torch.cuda.synchronize()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             for which, times in ((1 - timed, 3), (timed, 1)):
                 with torch.cuda.stream(streams[which]):
                     if which == timed:
