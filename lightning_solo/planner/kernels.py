@@ -25,7 +25,7 @@ from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.kernels import Control, Kernels, Piece, Sum
 from lightning_solo.optim.operator_kernels import CpuKernels
 from lightning_solo.planner.timeline import AWAITED, TO_DEVICE, TO_HOST
-from lightning_solo.planner.tracer import Tracer
+from lightning_solo.planner.tracer import RING_BUFFERS, Tracer
 
 
 class PlannedGpuKernels(TritonKernels):
@@ -214,7 +214,7 @@ def planned_rings(tracer: Tracer) -> Iterator[None]:
     def copy_aside(self: BlockRing, slot: Any, number: int) -> None:
         if not tracer.fake:
             copy(self, slot, number)
-        buffer = _RING_BUFFERS + self._slots.index(slot)
+        buffer = RING_BUFFERS + self._slots.index(slot)
         tracer.copy(TO_HOST, 0, buffer)  # of which a copy to the device waits, as it does for operators
         tracer.copy(TO_DEVICE, self._stored[number].nbytes, buffer)
         slot.copied = buffer
@@ -225,7 +225,7 @@ def planned_rings(tracer: Tracer) -> Iterator[None]:
     def copy_back(self: WeightRing, slot: Any, number: int, size: int) -> None:
         if not tracer.fake:
             back(self, slot, number, size)
-        tracer.copy(TO_HOST, size, _RING_BUFFERS + self._slots.index(slot))
+        tracer.copy(TO_HOST, size, RING_BUFFERS + self._slots.index(slot))
 
     with (
         replaced(BlockRing, "_copy", copy_aside),
@@ -248,10 +248,8 @@ def planned_host_weights(tracer: Tracer) -> Iterator[None]:
         yield
 
 
-_HOST_WEIGHTS = 10**6 - 1
+_HOST_WEIGHTS = RING_BUFFERS - 1
 """Number of the buffer of weights on the host, above those of staging buffers."""
-_RING_BUFFERS = 10**6
-"""Numbers of rings' buffers begin here, above those of staging buffers."""
 
 
 def _slot(moved: Any) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from lightning_solo.planner.device import CPU, Device
 from lightning_solo.planner.timeline import AWAITED, COMPUTE, TO_DEVICE, TO_HOST, Operation, Span, length, schedule
-from lightning_solo.planner.tracer import Cost
+from lightning_solo.planner.tracer import RING_BUFFERS, Cost
 
 KERNEL_S, LAUNCH_S = 4e-6, 10e-6  # the shortest kernel; a launch from Python
 
@@ -66,8 +66,13 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
             last[cost.slot] = number
             if cost.stream == TO_HOST:
                 emptied[cost.slot] = number
-        result.append(Operation(cost.stream, seconds, waits, name))
+        result.append(Operation(cost.stream, seconds, waits, name, _queue(cost)))
     return result
+
+
+def _queue(cost: Cost) -> int:
+    """Return the number of a copy's queue: staging, rings of blocks and offloading have streams of their own."""
+    return 0 if cost.stream == COMPUTE or 0 <= cost.slot < RING_BUFFERS else 1 if cost.slot >= RING_BUFFERS else 2
 
 
 def _launch_seconds(device: Device) -> float:

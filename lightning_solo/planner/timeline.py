@@ -25,12 +25,15 @@ class Operation(NamedTuple):
         seconds: its duration.
         after: positions of the operations that must end before it starts.
         name: label in a picture.
+        queue: operations of one queue run in order; those of several take turns, so that one that waits for another
+            stream doesn't hold up the others.
     """
 
     stream: str
     seconds: float
     after: tuple[int, ...] = ()
     name: str = ""
+    queue: int = 0
 
 
 class Span(NamedTuple):
@@ -59,11 +62,12 @@ def schedule(
     >>> [span.end_s for span in schedule(copies, both=(0.5, 1.0))]
     [2.0, 2.0]
     """
-    if both != (1.0, 1.0):
-        return _with_slower_copies(list(operations), launch_s, {TO_DEVICE: both[0], TO_HOST: both[1]})
+    operations = list(operations)
+    if both != (1.0, 1.0) or any(each.queue for each in operations):
+        return _by_events(operations, launch_s, {TO_DEVICE: both[0], TO_HOST: both[1]})
     free: dict[str, float] = {}
     spans: list[Span] = []
-    for number, (stream, seconds, after, name) in enumerate(operations):
+    for number, (stream, seconds, after, name, _) in enumerate(operations):
         start = max(number * launch_s, free.get(stream, 0.0))
         for other in after:
             start = max(start, spans[other].end_s)
@@ -72,28 +76,32 @@ def schedule(
     return spans
 
 
-def _with_slower_copies(operations: Sequence[Operation], launch_s: float, shares: Mapping[str, float]) -> list[Span]:
-    """Return the schedule event by event, since the end of a copy depends on later copies of the other direction."""
-    waiting = {stream: deque(n for n, each in enumerate(operations) if each.stream == stream) for stream in STREAMS}
+def _by_events(operations: Sequence[Operation], launch_s: float, shares: Mapping[str, float]) -> list[Span]:
+    """Return the schedule event by event, since later copies may run first, or slow those that run."""
+    waiting: dict[tuple[str, int], deque[int]] = defaultdict(deque)
+    for number, each in enumerate(operations):
+        waiting[each.stream, each.queue].append(number)
     running: dict[str, int] = {}
     starts, ends = [0.0] * len(operations), [math.inf] * len(operations)
     done, now = [False] * len(operations), 0.0
     for _ in range(2 * len(operations)):
-        event, stream = min((ends[number], stream) for stream, number in running.items()) if running else (math.inf, "")
-        for each, queue in waiting.items():
-            if each not in running and queue and all(done[other] for other in operations[queue[0]].after):
-                event, stream = min((event, stream), (max(now, queue[0] * launch_s), each))
-        now, is_end = event, stream in running
-        opposite = {TO_DEVICE: TO_HOST, TO_HOST: TO_DEVICE}.get(stream, "")
+        event, number = min(((ends[each], each) for each in running.values()), default=(math.inf, -1))
+        for (stream, _), queue in waiting.items():
+            if queue and stream not in running and all(done[other] for other in operations[queue[0]].after):
+                event, number = min((event, number), (max(now, queue[0] * launch_s), queue[0]))
+        now, one = event, operations[number]
+        is_end = running.get(one.stream) == number
+        opposite = {TO_DEVICE: TO_HOST, TO_HOST: TO_DEVICE}.get(one.stream, "")
         if opposite in running:
             other, share = running[opposite], shares[opposite]
             ends[other] = now + (ends[other] - now) * (share if is_end else 1 / share)
         if is_end:
-            done[running.pop(stream)] = True
+            done[number] = True
+            del running[one.stream]
             continue
-        running[stream] = number = waiting[stream].popleft()
+        running[one.stream] = waiting[one.stream, one.queue].popleft()
         starts[number] = now
-        ends[number] = now + operations[number].seconds / (shares[stream] if opposite in running else 1.0)
+        ends[number] = now + one.seconds / (shares[one.stream] if opposite in running else 1.0)
     return [Span(each.stream, start, end, each.name) for each, start, end in zip(operations, starts, ends, strict=True)]
 
 

@@ -26,6 +26,8 @@ from lightning_solo.planner.operator_cache import OperatorCache
 from lightning_solo.planner.timeline import COMPUTE
 
 aten = torch.ops.aten
+RING_BUFFERS = 10**6
+"""Slots of rings' buffers begin here, above those of staging buffers; those of offloaded tensors are negative."""
 PHASES = ("forward", "backward", "optimizer_step", "between")
 NORMS = (
     aten.native_layer_norm.default,

@@ -116,6 +116,17 @@ def test_copies_slow_one_another_while_both_run(
     assert [(span.start_s, span.end_s) for span in spans] == [pytest.approx(up), pytest.approx(down)]
 
 
+def test_a_copy_that_waits_holds_up_its_own_queue_alone() -> None:
+    made = [
+        Operation(COMPUTE, 5.0),
+        Operation(TO_DEVICE, 1.0, after=(0,)),
+        Operation(TO_DEVICE, 1.0),
+        Operation(TO_DEVICE, 2.0, queue=1),
+        Operation(TO_DEVICE, 2.0, queue=1),
+    ]
+    assert [(span.start_s, span.end_s) for span in schedule(made)] == [(0, 5), (5, 6), (6, 7), (0, 2), (2, 4)]
+
+
 def test_a_later_copy_slows_one_that_runs() -> None:
     made = [Operation(TO_DEVICE, 4.0), Operation(COMPUTE, 2.0), Operation(TO_HOST, 1.0, after=(1,))]
     spans = schedule([*made, Operation(COMPUTE, 1.0, after=(0,))], both=(0.5, 1.0))
