@@ -93,6 +93,7 @@ ELSEWHERE = {
     "techniques/test_activation_offloading_disk.py": "nn/disk_offloading nn/scratch_file",
     "techniques/test_attention.py": "nn/attention_kernels",
     "techniques/test_curriculum.py": "data/curriculum_batches",
+    "techniques/test_block_micro_batching.py": "nn/graph_nodes",
     "techniques/test_distillation.py": "export/teachers nn/divergence nn/teacher",
     "techniques/test_exact_resume.py": "data/changing_attributes data/item_states data/replay data/replayed_loaders"
     " data/worker_states",

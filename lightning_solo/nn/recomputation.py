@@ -144,6 +144,11 @@ def weights_gathered_on_use(module: nn.Module) -> Iterator[None]:
         _GATHERED_ON_USE.difference_update(parts)
 
 
+def is_gathered_on_use(part: nn.Module) -> bool:
+    """Return whether a part's weights are present only while it runs; see `weights_gathered_on_use`."""
+    return part in _GATHERED_ON_USE
+
+
 @contextmanager
 def inputs_kept_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Make wrapped blocks save the inputs of their recomputation in ``context()``, and nothing else."""
@@ -153,6 +158,27 @@ def inputs_kept_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterat
         yield
     finally:
         _keeping = before
+
+
+def keeping_inputs() -> AbstractContextManager[Any]:
+    """Return the context of `inputs_kept_in`, in which to call `run_recomputed`."""
+    return _keeping()
+
+
+def refuse_own_checkpointing(module: nn.Module, word: str) -> None:
+    """Refuse a module that recomputes its blocks by itself, beside the technique ``word``.
+
+    Raises:
+        ConflictError: it checkpoints its activations.
+    """
+    for name, part in module.named_modules():
+        for switch in ("gradient_checkpointing", "grad_checkpointing"):  # Hugging Face's and timm's
+            if getattr(part, switch, False) is True:
+                raise ConflictError(
+                    f"{word.replace('_', ' ')}: {type(part).__name__} at {name or 'the root'!r} has {switch}=True and "
+                    "recomputes by itself; write model.gradient_checkpointing_disable() (timm: "
+                    f"set_grad_checkpointing(False)) before the fit, or ~callback.{word}"
+                )
 
 
 def run_compiled(block: nn.Module, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:

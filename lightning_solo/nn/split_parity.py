@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -57,6 +57,15 @@ def mismatch(
             return first  # no random numbers
     gap = max(min(losses) - max(sums), min(sums) - max(losses))
     return first if gap > max(max(losses) - min(losses), max(sums) - min(sums)) else None
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape differ by rounding at most, of 16 bits under autocast."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    tolerance = 2e-2 if one.dtype.itemsize < 4 or torch.is_autocast_enabled(one.device.type) else 1e-3
+    scale = one.detach().float().nan_to_num(0, 0, 0).abs().max().item() if one.numel() else 0.0
+    return torch.allclose(one.double(), other.double(), rtol=0.0, atol=tolerance * scale, equal_nan=True)
 
 
 SHARPER = 256.0

@@ -16,7 +16,14 @@ from lightning_solo.nn.activation_budget import Calls
 from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.compilation import is_compiled_alone
 from lightning_solo.nn.forwards import restore_forwards
-from lightning_solo.nn.recomputation import PRODUCTS, Kept, Wrap, checkpoint_blocks, has_recomputed
+from lightning_solo.nn.recomputation import (
+    PRODUCTS,
+    Kept,
+    Wrap,
+    checkpoint_blocks,
+    has_recomputed,
+    refuse_own_checkpointing,
+)
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.activation_checkpointing.budget import BudgetedBatches
@@ -30,14 +37,7 @@ def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k
         NothingToDoError: there is no such block; the message lists the candidates.
         ConflictError: the module checkpoints its activations itself.
     """
-    for name, part in module.named_modules():
-        for switch in ("gradient_checkpointing", "grad_checkpointing"):  # Hugging Face's and timm's
-            if getattr(part, switch, False) is True:
-                raise ConflictError(
-                    f"activation checkpointing: {type(part).__name__} at {name or 'the root'!r} has {switch}=True and "
-                    "recomputes by itself; write model.gradient_checkpointing_disable() (timm: "
-                    "set_grad_checkpointing(False)) before the fit, or ~callback.activation_checkpointing"
-                )
+    refuse_own_checkpointing(module, "activation_checkpointing")
     return dict(list(named_blocks(module, blocks, "callback.activation_checkpointing.blocks").items())[::every_k])
 
 

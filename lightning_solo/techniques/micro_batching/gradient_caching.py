@@ -20,9 +20,10 @@ from lightning_solo.data.nested import leaves, map_leaves
 from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.attempts import attempt
 from lightning_solo.nn.forwards import original_forward, record_of, replace_forward, restore_forwards
+from lightning_solo.nn.graph_nodes import next_node, reached
 from lightning_solo.nn.recomputation import Wrap, run_recomputed
 from lightning_solo.nn.rollback import Rollback, attributes_kept
-from lightning_solo.nn.split_parity import same_for_parts
+from lightning_solo.nn.split_parity import close, same_for_parts
 
 Part = tuple[tuple[Any, ...], dict[str, Any], int]
 """Arguments by position and by name, and their samples."""
@@ -68,9 +69,9 @@ class Embedding:
         if self.check:
             attempt(partial(self._compare, owner, function, args, kwargs))  # without memory for it there is no check
             self.check = False
-        first = _next_node()
+        first = next_node()
         outputs = [run_recomputed(owner, self.wrap, function, *part[:2]) for part in parts]
-        last = _next_node()
+        last = next_node()
         joined = self._join(outputs, [samples for *_, samples in parts])
         if self._made is not None:
             self._made.append(range(first, last))
@@ -94,20 +95,13 @@ class Embedding:
         if not self._made:
             return
         made, self._made = self._made, None
-        ahead, seen = [loss.grad_fn], set(self._joined)
-        while ahead:
-            node = ahead.pop()
-            if node is None or (number := node._sequence_nr()) in seen:
-                continue
-            if any(number in part for part in made):
-                raise ConflictError(
-                    f"{self.option}: the loss depends on a result of {node.name()} that was made in it and not"
-                    " returned, and so has the rows of one micro-batch. Return that from the method which"
-                    f" {self.option.partition('=')[0]} names, instead of keeping it in an attribute or a hook"
-                )
-            if node.next_functions:  # those that accumulate gradients have no number of their own
-                seen.add(number)
-            ahead += [child for child, _ in node.next_functions]
+        inner = reached([loss.grad_fn], lambda number: any(number in part for part in made), self._joined)
+        for node in inner:
+            raise ConflictError(
+                f"{self.option}: the loss depends on a result of {node.name()} that was made in it and not"
+                " returned, and so has the rows of one micro-batch. Return that from the method which"
+                f" {self.option.partition('=')[0]} names, instead of keeping it in an attribute or a hook"
+            )
 
     def _join(self, outputs: Sequence[Any], samples: Sequence[int]) -> Any:
         """Return the outputs of parts as the output of the whole batch.
@@ -164,25 +158,10 @@ class Embedding:
         )
 
 
-def _next_node() -> int:
-    """Return the number of the next node of autograd's graph in this thread."""
-    with torch.enable_grad():
-        node: Any = torch.ones((), requires_grad=True).clone().grad_fn
-    return int(node._sequence_nr()) + 1
-
-
 def _alike(one: Any, other: Any, *, values: bool = True) -> bool:
     """Return whether the tensors of two outputs have equal shapes, and values that differ by rounding at most."""
     pairs = [(a, b) for (_, a), (_, b) in zip(leaves(one), leaves(other), strict=True) if isinstance(a, Tensor)]
-    return all(a.shape == b.shape and (not values or _close(a, b)) for a, b in pairs)
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    tolerance = 2e-2 if one.dtype.itemsize < 4 or torch.is_autocast_enabled(one.device.type) else 1e-3
-    scale = one.detach().float().nan_to_num(0, 0, 0).abs().max().item() if one.numel() else 0.0
-    return torch.allclose(one.double(), other.double(), rtol=0.0, atol=tolerance * scale, equal_nan=True)
+    return all(a.shape == b.shape and (not values or close(a, b)) for a, b in pairs)
 
 
 def embed_by(module: nn.Module, name: str, embedding: Embedding) -> Callable[[], None]:

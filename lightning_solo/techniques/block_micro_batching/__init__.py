@@ -1,0 +1,1 @@
+"""The technique `block_micro_batching`."""
