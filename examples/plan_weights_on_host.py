@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096, help="tokens of a sequence, or fewer in a small step")
     parser.add_argument("--half", action="store_true", help="copies to the device at half speed while others run back")
     parser.add_argument("--overrides", nargs="+", default=[], help="of the preset")
+    parser.add_argument("--clip", action="store_true", help="by the norm of all gradients")
     given = parser.parse_args()
     for model in given.models:
         for tokens in given.tokens:
@@ -46,6 +47,7 @@ def main() -> None:
                 plan = solo.plan(
                     partial(LanguageModel, model, torch.bfloat16), batch, preset=PRESET,
                     overrides=[*OVERRIDES, *given.overrides], device=device, host_memory=HOST, timeout_s=7200,
+                    trainer={"gradient_clip_val": 1.0} if given.clip else {},
                     budget="1GiB",  # no other batch sizes are traced
                 )  # fmt: skip
                 print(

@@ -7,6 +7,8 @@ A parameter stays the same object. Its numbers are, in ``.data``:
 - in a step NaN on the device, while they aren't there: what reads a weight outside its block so gets no number of
   another block. On another device autograd would give the parameter another node for its gradients, and a block that
   is called twice would get two halves of one.
+
+Updates may be postponed: each block takes its own when it is next used, and until then the step goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +73,7 @@ class WeightRing(BlockRing):
         self._shown: set[int] = set()  # blocks whose parameters have their numbers on the device
         self._away: dict[int, list[int]] = {}  # block whose parameters have none -> their versions before
         self._updated: set[int] = set()  # blocks that are to go back
+        self._late: dict[int, Callable[[], None]] = {}  # block -> takes the update that it waits for
         self._is_in_step = False
 
     def begin(self) -> None:
@@ -82,8 +86,28 @@ class WeightRing(BlockRing):
                 self._take_over(number)
                 self._go_away(number)
 
+    @property
+    def waits(self) -> bool:
+        """Whether blocks wait for their update of the step before."""
+        return bool(self._late)
+
+    def postpone(self, parameters: list[Tensor], step: Callable[[list[Tensor]], None]) -> list[Tensor]:
+        """Let each block take its part of a step when it is next used; return the parameters of no block."""
+        parts: dict[int | None, list[Tensor]] = {}
+        for p in parameters:
+            parts.setdefault(self._numbers.get(p), []).append(p)
+        outside = parts.pop(None, [])
+        self._late |= {number: partial(step, part) for number, part in parts.items() if number is not None}
+        return outside
+
+    def finish(self) -> None:
+        """Take the updates that blocks still wait for."""
+        for number in [*self._late]:
+            self.load(number)
+
     def rest(self) -> None:
         """End a step: all numbers are on the host, and all parameters have those; waits for the copies."""
+        self.finish()
         for number in {*self._shown, *self._away}:
             self._go_home(number)
         self._forget()
@@ -103,6 +127,7 @@ class WeightRing(BlockRing):
         """Free the buffers, after the parameters have their numbers on the host."""
         if self._slots:
             self.flush = lambda: None  # steps that still wait are dropped
+            self._late.clear()
             self.rest()
         super().close()
         self._there = []
@@ -144,14 +169,24 @@ class WeightRing(BlockRing):
         if number not in self._shown:
             self._set(number, self._there[number])
             self._shown.add(number)
+        if (step := self._late.pop(number, None)) is not None:
+            self._change(number)
+            with torch.autocast(self.device.type, enabled=False):
+                step()
+
+    def arrive(self, p: Tensor) -> None:
+        """Load the block of a parameter whose gradient is there, unless it is loaded."""
+        number = self._numbers.get(p)
+        if number is not None and number not in self._shown:  # it comes after those of other blocks
+            self.load(number)
 
     def update(self, p: Tensor) -> None:
         """Make ready for an update of a parameter on the current stream; its block then goes back to the host."""
-        number = self._numbers.get(p)
-        if number is None:
-            return
-        if number not in self._shown:  # its gradient comes after those of the blocks that came in its place
-            self.load(number)
+        self.arrive(p)
+        if p in self._numbers:
+            self._change(self._numbers[p])
+
+    def _change(self, number: int) -> None:
         slot = self._slot(number)
         if number not in self._updated and slot.emptied is not None:  # it is still read
             torch.cuda.current_stream(self.device).wait_event(slot.emptied)

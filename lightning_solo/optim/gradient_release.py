@@ -21,7 +21,7 @@ On a GPU the host waits for the device once, at the end of a window, to learn wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,11 +64,16 @@ class StepInBackward:
         max_norm: bound of the gradients' global norm, as in `torch.nn.utils.clip_grad_norm_`.
         max_value: bound of each element; gradients are clamped to it before the norm is taken.
         buffer: where gradients are kept: "device" or "host".
+        remedy: what to write where the host has no room for them.
 
     Attributes:
         observe: called with the norms of gradients before they are used; None measures none.
         arriving: called with a parameter whose gradient is complete, before anything is done with it.
         losses: if given, kept gradients are only stepped with if they are finite; looked at with the gradients' norm.
+        postpone: called at the end of a window of kept gradients, all finite, with their parameters and a function that
+            steps some of them, now or later, with the hyperparameters of now. Returns those that step now; the others
+            must have been stepped before the next backward.
+        keep_in: the type of kept gradients on the host; None: as they come, sums in fp32 or wider.
 
     Raises:
         ConflictError: the optimizer isn't known to step each parameter by itself.
@@ -83,6 +88,7 @@ class StepInBackward:
         max_norm: float | None = None,
         max_value: float | None = None,
         buffer: str = "device",
+        remedy: str = "write callback.gradient_release.buffer=device",
     ) -> None:
         if type(accumulation) is not int or accumulation < 1:
             raise PresetError(f"StepInBackward: accumulation={accumulation!r}: write a whole number of at least 1")
@@ -96,6 +102,9 @@ class StepInBackward:
         self.observe: Observer | None = None
         self.arriving: Callable[[Tensor], None] | None = None
         self.losses: Tensor | None = None
+        self.postpone: Callable[[list[Tensor], Callable[[list[Tensor]], None]], list[Tensor]] | None = None
+        self.keep_in: torch.dtype | None = None
+        self._remedy = remedy
         self._immediate = ImmediateSteps(optimizer)
         self._compact = optimizer if isinstance(optimizer, CompactAdamW) else None
         self._kept: GradientSums | None = None
@@ -274,6 +283,8 @@ class StepInBackward:
         self._sums.add(parameter, gradient, self._kind(gradient), self._control())
 
     def _kind(self, tensor: Tensor) -> torch.dtype:
+        if self.keep_in is not None and tensor.is_floating_point():
+            return self.keep_in
         return tensor.dtype if self.accumulation == 1 else torch.promote_types(tensor.dtype, torch.float32)
 
     def allocate(self) -> None:
@@ -296,7 +307,7 @@ class StepInBackward:
             if self.buffer == "host":  # shared with the states, so that each waits for the other's copies
                 staging = compact.staging if compact is not None else Staging(device)
             adding = compact.kernels if compact is not None else kernels.kernels_on(device)
-            self._kept = GradientSums(adding, staging)
+            self._kept = GradientSums(adding, staging, self._remedy)
         return self._kept
 
     # --- at the end of a window ---
@@ -314,16 +325,12 @@ class StepInBackward:
             after = self._sums.norms(kept, self._control())
             before = after if self.max_value is None else self._sums.norms(kept, self._measuring(math.inf))
             self.observe(kept, before, after * scale.float())
-        if self._compact is None:
-            factor = float(scale)  # the one wait for the device
-            if math.isnan(factor):
+        if self._compact is None or self.postpone is not None:
+            if bool(scale.isnan()):  # the one wait for the device
                 self._refuse(kept)
-            small = self._immediate.kernels_of(kept[0].device).grouped_below
-            for bucket in buckets(kept, small, Tensor.numel):
-                pairs = [(p, clamped(self._sums.on_device(p), self._bound)) for p in bucket]
-                for p in bucket:
-                    self._sums.pop(p)
-                self._immediate.step_pairs(pairs, factor)
+            step = self._stepping(scale)
+            now = kept if self.postpone is None else self.postpone(kept, step)
+            step(now)
             return total
         self._compact.step_many([(p, self._sums[p]) for p in kept], self._control(scale.float()))
         if bool(total.isfinite().logical_not()):  # the first time that the host waits for the device
@@ -331,15 +338,47 @@ class StepInBackward:
             self._refuse(kept)
         return total
 
+    def _stepping(self, scale: Tensor) -> Callable[[list[Tensor]], None]:
+        """Return a function that steps parameters, at any time, with their gradients and hyperparameters of now."""
+        gradients, bound, sums = self._sums.taken(), self._bound, self._sums
+        groups = [_hyperparameters(group, torch.clone) for group in self.optimizer.param_groups]
+        factor = 1.0 if self._compact is not None else float(scale)
+
+        @torch.no_grad()
+        def step(parameters: list[Tensor]) -> None:
+            now = [_hyperparameters(group) for group in self.optimizer.param_groups]
+            try:
+                for group, then in zip(self.optimizer.param_groups, groups, strict=False):  # new ones come last
+                    group.update(then)
+                if self._compact is not None:
+                    pairs = [(p, gradients.pop(p)) for p in parameters]
+                    self._compact.step_many(pairs, self._compact.control(scale.float(), bound))
+                    return
+                small = self._immediate.kernels_of(self._first.device).grouped_below
+                for bucket in buckets(parameters, small, Tensor.numel):
+                    pairs = [(p, clamped(sums.on_device(p, gradients.pop(p)), bound)) for p in bucket]
+                    self._immediate.step_pairs(pairs, factor)
+            finally:
+                for group, each in zip(self.optimizer.param_groups, now, strict=True):
+                    group.update(each)
+
+        return step
+
     def _refuse(self, kept: list[Tensor]) -> None:
         """Raise the error for gradients with a non-finite norm."""
         if self.losses is not None and not bool(self.losses.isfinite().all()):
             raise RefusedStepError("a loss is not finite; no weight has been touched")
         for p in kept:  # the norm of finite ones may be too large for fp32
-            gradient = self._sums.on_device(p)
+            gradient = self._sums.on_device(p, self._sums[p])
             if gradient.numel() and bool(greatest([gradient])[0].isfinite().logical_not()):
                 raise not_finite(self.optimizer, p)
         raise RefusedStepError("the norm of all gradients is too large for fp32; no weight has been touched")
 
     def _name(self, parameter: Tensor) -> str:
         return name_in(self.optimizer, parameter)
+
+
+def _hyperparameters(group: Mapping[str, Any], of_tensor: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Any]:
+    """Return what a parameter group has but its parameters."""
+    values = ((name, value) for name, value in group.items() if name != "params")
+    return {name: of_tensor(value) if isinstance(value, Tensor) else value for name, value in values}

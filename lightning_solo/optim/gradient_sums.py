@@ -14,14 +14,15 @@ from torch import Tensor
 from lightning_solo.memory import host_slabs
 from lightning_solo.optim.kernels import Control, Kernels, Sum
 from lightning_solo.optim.memory_order import in_memory_order
+from lightning_solo.optim.operator_kernels import norm
 from lightning_solo.optim.staging import Staging
 
 
 class GradientSums:
     """The gradients of a window, by parameter; with ``staging`` they are flat host tensors in memory order."""
 
-    def __init__(self, kernels: Kernels, staging: Staging | None) -> None:
-        self._kernels, self._staging = kernels, staging
+    def __init__(self, kernels: Kernels, staging: Staging | None, remedy: str) -> None:
+        self._kernels, self._staging, self._remedy = kernels, staging, remedy
         self._kept: dict[Tensor, Tensor] = {}
         self._partials: dict[Tensor, Tensor] = {}  # norms of parts of what is kept
         self._bound: float | None = None  # to which it was clamped for them
@@ -46,11 +47,16 @@ class GradientSums:
             kept = self._homes[parameter] if self._staging else torch.empty_like(gradient, dtype=kind)
             self._kept[parameter] = kept
         flat = in_memory_order(gradient, parameter if self._staging else kept)
-        measures = self._staging is not None or self._kernels.folds
+        # where a gradient's norm is one number it is that of the whole one, as torch computes it, and not of its parts
+        whole = self._staging is not None and not self._kernels.folds and is_first and gradient.dtype == kind
+        measures = self._kernels.folds or (self._staging is not None and not whole)
         self._forget_other_bounds(control)
+        self._partials.pop(parameter, None)
         for part, total, partials in self._parts(parameter, is_first=is_first):
             self._kernels.add([Sum(flat[part], total, is_first, partials if measures else None)], control)
-        if not measures:
+        if whole:
+            self._partials[parameter] = norm(gradient, control.bound).view(1)
+        elif not measures:
             del self._partials[parameter]
 
     def norm(self, parameters: Iterable[Tensor], control: Control) -> Tensor:
@@ -94,10 +100,11 @@ class GradientSums:
         else:
             self._kept[parameter] = self._homes[parameter].copy_(in_memory_order(saved, parameter))
 
-    def pop(self, parameter: Tensor) -> Tensor:
-        """Remove a parameter's kept gradient and return it."""
-        self._partials.pop(parameter, None)
-        return self._kept.pop(parameter)
+    def taken(self) -> dict[Tensor, Tensor]:
+        """Return the kept gradients by parameter, and forget them; on the host they stay until the next are kept."""
+        taken = dict(self._kept)
+        self.clear()
+        return taken
 
     def clear(self) -> None:
         """Drop all kept gradients."""
@@ -115,7 +122,7 @@ class GradientSums:
         self._staging.wait()
         before = sum(self._homes.pop(p).nbytes for p in wanted if p in self._homes)  # freed before others are taken
         sizes = [(p.numel(), kind) for p, kind in wanted.items()]
-        host_slabs.require_host_room("gradients", sizes, "write callback.gradient_release.buffer=device")
+        host_slabs.require_host_room("gradients", sizes, self._remedy)
         homes = host_slabs.host_tensors(sizes, next(iter(wanted)).device)
         self._homes |= dict(zip(wanted, homes, strict=True))
         self._staging.serve(sum(home.nbytes for home in homes) - before)
@@ -131,15 +138,23 @@ class GradientSums:
             self._staging.wait()
         self._homes.clear()
 
-    def on_device(self, parameter: Tensor) -> Tensor:
-        """Return a parameter's kept gradient on the device, in its shape; a gradient on the host is copied."""
-        kept = self._kept[parameter]
+    def on_device(self, parameter: Tensor, kept: Tensor) -> Tensor:
+        """Return a gradient that is or was kept on the device, in its parameter's shape; one on the host is copied."""
         if self._staging is None:
             return kept
-        copy = torch.empty_like(parameter, dtype=kept.dtype, requires_grad=False)
-        for part, staged, _ in self._parts(parameter, unchanged=True):
-            in_memory_order(copy)[part].copy_(staged)
+        copy = torch.empty_like(
+            parameter, dtype=torch.promote_types(kept.dtype, parameter.dtype), requires_grad=False
+        )  # bf16 of an fp32 parameter is widened before it is scaled
+        flat = in_memory_order(copy)
+        for part in self._slices(kept):
+            with self._staging.on_device({"grad": kept[part]}, unchanged=("grad",)) as staged:
+                flat[part].copy_(staged["grad"])
         return copy
+
+    def _slices(self, kept: Tensor) -> list[slice]:
+        numel = kept.numel()
+        size = self._kernels.piece if self._staging else max(1, numel)
+        return [slice(first, min(first + size, numel)) for first in range(0, numel, size)]
 
     def _parts(
         self, parameter: Tensor, *, is_first: bool = False, unchanged: bool = False
@@ -149,9 +164,7 @@ class GradientSums:
         Parts on the host are copied one at a time, and copied back before the next one.
         """
         kept = self._kept[parameter]
-        numel = kept.numel()
-        size = self._kernels.piece if self._staging else max(1, numel)
-        parts = [slice(first, min(first + size, numel)) for first in range(0, numel, size)]
+        parts = self._slices(kept)
         counts = [self._kernels.partials_of(part.stop - part.start) for part in parts]
         partials = self._partials.get(parameter)
         if partials is None:

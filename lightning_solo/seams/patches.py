@@ -373,6 +373,25 @@ def empty_hooks_left_out(callback: Any, base: type) -> Iterator[None]:
             own.pop(name, None)
 
 
+@contextmanager
+def before_hooks(trainer: Any, home: str, then: Callable[[str], None]) -> Iterator[None]:
+    """Call ``then(hook)`` before Lightning calls a hook of all callbacks or of the module."""
+    call = part(home, "trainer.call")
+
+    def around(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def called(caller: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+            if caller is trainer:
+                then(hook_name)
+            return stock(caller, hook_name, *args, **kwargs)
+
+        return called
+
+    with ExitStack() as stack:
+        for name in ("_call_callback_hooks", "_call_lightning_module_hook"):
+            stack.enter_context(replaced(call, name, around(getattr(call, name))))
+        yield
+
+
 def logged_sums(trainer: Any) -> Callable[[], None]:
     """Return a function that takes out of the epoch's means and sums what `self.log` gets from now on.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -36,17 +37,25 @@ class ReleasedGradients(Technique):
 
     Attributes:
         option: the technique's, which messages tell how to remove.
-        buffer: where gradients are kept for accumulation or clipping by norm, "device" or "host".
+        buffer: where gradients are kept for accumulation or clipping by norm, "device" or "host"; on the host if one of
+            several techniques keeps them there.
+        remedy: what to write where the host has no room for them.
     """
 
     option: ClassVar[str]
     buffer: str
+    remedy: ClassVar[str] = "write callback.gradient_release.buffer=device"
 
     def _init_state(self) -> None:
         self._release: StepInBackward | None = None
         self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step
         self._zeroed: bool | None = None  # whether zero_grad was called since the last step; None: as by Lightning
         self._warned: set[str] = set()
+
+    @property
+    def keep_in(self) -> torch.dtype | None:
+        """The type of kept gradients; None: as they come, sums in fp32 or wider."""
+        return None
 
     @property
     def _word(self) -> str:
@@ -89,15 +98,19 @@ class ReleasedGradients(Technique):
         algorithm = ctx.trainer.gradient_clip_algorithm
         by_value = str(getattr(algorithm, "value", algorithm)) == "value"
         by_hand = self._clips_by_hand
+        released = [each for each in ctx.techniques if isinstance(each, ReleasedGradients)]
+        keeper = next((each for each in released if each.buffer == "host"), self)
         self._release = release = StepInBackward(
             optimizer,
             accumulation=_micro_batches(ctx),
             max_norm=math.inf if by_hand or (value and not by_value) else None,
             max_value=float(value) if value and by_value and not by_hand else None,
-            buffer=self.buffer,
+            buffer=keeper.buffer,
+            remedy=keeper.remedy,
         )
+        release.keep_in = keeper.keep_in
         ctx.undo.callback(self._stop)
-        if self.buffer == "host" and not release.immediate:
+        if release.buffer == "host" and not release.immediate:
             release.allocate()
         ctx.release, ctx.window.gradients_stay = release, False
         # parameters hold no gradients that Lightning could clip
@@ -142,7 +155,7 @@ class ReleasedGradients(Technique):
             return "released in backward"
         kept, count = release.kept_bytes, sum(p.numel() for p in ctx.module.parameters() if p.requires_grad)
         each = kept / max(1, count)
-        return f"{each:.2f} bytes per parameter: {format_bytes(kept)} on the {self.buffer} until the step"
+        return f"{each:.2f} bytes per parameter: {format_bytes(kept)} on the {release.buffer} until the step"
 
     def _stop(self) -> None:
         release, self._release = self._release, None

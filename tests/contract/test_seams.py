@@ -59,10 +59,6 @@ def test_page_names_each_seam_with_one_user() -> None:
     assert f"its {len(SEAMS)} seams" in page
 
 
-CLIPPED_BY_VALUE = {"weights_on_host"}
-"""Techniques that refuse clipping by the norm of all gradients."""
-
-
 def train(home: ModuleType, folder: Path, phase: Phase, *cards: Card) -> Counter[str]:
     """Train, save within the epoch, and resume, under techniques and a probe; return how often it was called."""
     notes: list[str] = []
@@ -83,10 +79,7 @@ def train(home: ModuleType, folder: Path, phase: Phase, *cards: Card) -> Counter
     for ckpt_path in (None, path):
         batches = batches_of(*cards)
         preset = weighed(fields(*cards), batches)
-        clip = {"gradient_clip_algorithm": "value"} if CLIPPED_BY_VALUE & {card.name for card in cards} else {}
-        trainer = trainer_of(
-            home, folder, preset, callbacks=[probe, Count()], gradient_clip_val=0.5, max_epochs=1, **clip
-        )
+        trainer = trainer_of(home, folder, preset, callbacks=[probe, Count()], gradient_clip_val=0.5, max_epochs=1)
         module = module_of(home)
         module.configure_model = lambda: None  # else Lightning doesn't come to `building`
         trainer.fit(module, batches, ckpt_path=ckpt_path, weights_only=ckpt_path and True)

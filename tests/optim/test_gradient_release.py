@@ -619,7 +619,7 @@ def test_a_window_of_another_number_of_micro_batches_is_dropped(accumulation: in
 def test_norm_is_measured_again_for_another_bound(buffer: str) -> None:
     parameter = nn.Parameter(torch.zeros(4))
     staging = Staging(torch.device("cpu")) if buffer == "host" else None
-    sums = GradientSums(OperatorKernels(torch.device("cpu")), staging)
+    sums = GradientSums(OperatorKernels(torch.device("cpu")), staging, "")
     sums.allocate({parameter: torch.float32})
     zero = torch.zeros(())
     sums.add(parameter, torch.full((4,), 3.0), torch.float32, Control(zero, zero))

@@ -329,9 +329,12 @@ def stored(net: nn.Module, window: int) -> WeightRing:
 
 
 def trained(
-    window: int | None, states: str = "device", checkpointed: bool = False, frozen: bool = False
+    window: int | None, states: str = "device", checkpointed: bool = False, frozen: bool = False, clips: bool = False
 ) -> list[list[Tensor]]:
-    """Return the weights after each of four steps, read by the host at once; with the blocks' on the host."""
+    """Return the weights after each of four steps, read by the host at once; with the blocks' on the host.
+
+    Under clipping by norm blocks are updated in the next forward, and weights are read after each second step.
+    """
     torch.manual_seed(1)
     net = Stack(6, 32)
     for block in net.blocks if frozen else ():
@@ -352,16 +355,21 @@ def trained(
     )
     if states == "host":
         optimizer.place_states()
-    with StepInBackward(optimizer) as release:
+    with StepInBackward(optimizer, max_norm=0.5 if clips else None, buffer="host" if clips else "device") as release:
         if ring is not None:
             ring.rest()
-            release.arriving, ring.flush = ring.update, release.flush
+            release.arriving, ring.flush = ring.arrive if clips else ring.update, release.flush
+        if ring is not None and clips:
+            release.postpone = ring.postpone
         for step in range(4):
-            if ring is not None:
+            if ring is not None and not ring.waits:
                 ring.begin()
             x = torch.linspace(-1, 1, 8 * 32, device=CUDA).reshape(8, 32) * (step + 1)
             net(x).square().sum().backward()
             release.step()
+            if clips and step % 2 == 0:
+                assert ring is None or ring.waits
+                continue
             if ring is not None:
                 ring.rest()
             made.append([p.detach().cpu().clone() for p in net.parameters()])
@@ -380,6 +388,12 @@ def trained(
 )
 def test_blocks_come_are_updated_and_go_back(window: int, states: str, checkpointed: bool, frozen: bool) -> None:
     assert equal(trained(window, states, checkpointed, frozen), trained(None, states, checkpointed, frozen))
+
+
+@pytest.mark.usefixtures("held_back")
+@pytest.mark.parametrize(("window", "states"), [(2, "device"), (3, "host")])
+def test_blocks_are_updated_in_the_next_forward_by_gradients_from_the_host(window: int, states: str) -> None:
+    assert equal(trained(window, states, True, clips=True), trained(None, states, True, clips=True))
 
 
 @pytest.mark.usefixtures("held_back")

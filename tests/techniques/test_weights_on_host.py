@@ -509,16 +509,11 @@ def test_what_it_refuses(make_trainer: Make) -> None:
             fit(make_trainer, WeightsOnHost(), *callbacks, module=module, **options)
         return str(found.value)
 
-    assert "gradient_clip_algorithm='value'" in refused(gradient_clip_val=1.0)
     assert "accumulate_grad_batches=1" in refused(accumulate_grad_batches=2)
     assert "manual" in refused(module=module_of(automatic_optimization=False))
     module = module_of()
     module.net.blocks[1].compile(backend="eager")
     assert "net.blocks.1 is compiled" in refused(module=module)
-    module = module_of()
-    kind = type(module)
-    kind.configure_gradient_clipping = lambda self, *args: None
-    assert "configure_gradient_clipping" in refused(module=module)
     scheduler = L.callbacks.GradientAccumulationScheduler({1: 2})
     assert "accumulate_grad_batches=2" in refused(scheduler, max_epochs=2)
     presets: list[dict[str, Any]] = [

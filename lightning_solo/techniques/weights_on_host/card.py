@@ -41,6 +41,12 @@ class Settings(TechniqueSettings):
         "buffers on the device, each as large as the largest block: one is used, one goes back, one comes",
         at_least=2,
     )
+    kept_gradients: str = setting(
+        "exact",
+        "under clipping by norm, which keeps gradients on the host until the next forward: exact, as they come, or"
+        " bf16, which halves the bytes of fp32 weights' gradients and rounds each number once",
+        allowed=("exact", "bf16"),
+    )
 
     @property
     def budget(self) -> int | None:
@@ -109,9 +115,10 @@ CARD = Card(
     saves="the device memory of the blocks' weights, except for ``window`` blocks, and of all gradients, but for those"
     " of the layer that backward is at",
     costs="page-locked host memory for these weights. Each block's pass the bus twice to the device and, as far as they"
-    " are trained, once back, in every step, while other blocks are computed",
+    " are trained, once back, in every step, while other blocks are computed. Under clipping by norm the gradients pass"
+    " it once each way, and take as much host memory as the weights that are trained",
     numerics="bit-exact: the same numbers, at other places",
-    conflicts="clipping by norm, accumulation, manual optimization, 16-mixed, compiled blocks, averages of the weights,"
+    conflicts="accumulation, manual optimization, 16-mixed, compiled blocks, averages of the weights,"
     " pruning, strategies that store the weights in their own way (all refused)",
     reference="Pudipeddi et al. 2020, layer-to-layer execution, https://arxiv.org/abs/2002.05645; Ren et al. 2021,"
     " ZeRO-Offload, https://arxiv.org/abs/2101.06840",

@@ -22,12 +22,18 @@ from lightning_solo.optim.gradient_release import StepInBackward
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.state_placement import free_bytes
 from lightning_solo.seams import patches
-from lightning_solo.seams.homes import part
+from lightning_solo.seams.hooks import code_of_others
 from lightning_solo.seams.released_gradients import ReleasedGradients
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Checkpoint
 from lightning_solo.techniques.weights_on_host.card import AUTO, CARD, OPTION, Settings
 from lightning_solo.units import format_bytes
+
+BETWEEN = (
+    *("on_train_batch_end", "on_train_batch_start", "lr_scheduler_step", "optimizer_step"),
+    *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
+)
+"""Hooks of Lightning from a step's end to the next forward of the same epoch."""
 
 
 class WeightsOnHost(ReleasedGradients, Settings):
@@ -36,13 +42,19 @@ class WeightsOnHost(ReleasedGradients, Settings):
     Parameters step in backward, as under gradient release, with any optimizer that this serves. Between steps all
     weights are on the host. An evaluation without a fit brings the blocks' weights, too.
 
+    Under clipping by norm gradients are kept on the host. Once their norm is known, weights outside the blocks step,
+    and each block as it is used in the next step's forward; the last of all before anything else may read weights.
+
     Raises:
         PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase
     option = OPTION
-    buffer = "device"
+    buffer = "host"  # of gradients that are kept
+    remedy = (
+        f"write Trainer(gradient_clip_algorithm='value'), which keeps no gradients, or {OPTION}.kept_gradients=bf16"
+    )
     joins_evaluation = True
 
     def _init_state(self) -> None:
@@ -50,6 +62,13 @@ class WeightsOnHost(ReleasedGradients, Settings):
         self._ring: WeightRing | None = None
         self._blocks: dict[str, nn.Module] = {}
         self._is_checked = self._is_settled = False
+        self._is_between = False  # steps, while blocks wait for their updates
+        self._readers: set[str] = set()  # hooks between steps of code that may read weights
+
+    @property
+    def keep_in(self) -> torch.dtype | None:
+        """The type of kept gradients; None: as they come."""
+        return torch.bfloat16 if self.kept_gradients == "bf16" else None
 
     @property
     def ring(self) -> WeightRing | None:
@@ -100,8 +119,8 @@ class WeightsOnHost(ReleasedGradients, Settings):
         self._ring = ring = store(chosen, records, ctx.device, self.window)
         self._blocks = {name: blocks[name] for name in chosen}
         for each in {ctx.module, *(each for block in self._blocks.values() for each in block.modules())}:
-            handle = each.register_state_dict_pre_hook(_AtRest(ring))  # should one be asked for in a step
-            ctx.undo.callback(handle.remove)
+            for register in (each.register_state_dict_pre_hook, each.register_load_state_dict_pre_hook):
+                ctx.undo.callback(register(_AtRest(ring)).remove)  # should one be asked for in a step
         ctx.info(
             f"weights_on_host: weights of {counted(self._blocks.values())} are on the host"
             f" ({format_bytes(ring.host_bytes)}), and pass through {format_bytes(ring.device_bytes)} on the device"
@@ -132,14 +151,47 @@ class WeightsOnHost(ReleasedGradients, Settings):
             ConflictError: gradients are kept until the step.
         """
         super().on_train_start(trainer, pl_module)
-        ring, release = self._ring, self._release_of_run
-        if ring is None:
+        ring, release, ctx = self._ring, self._release_of_run, self.ctx
+        if ring is None or ctx is None:
             return
-        if release is None or not release.immediate:
+        if release is None or release.accumulation > 1:
             raise ConflictError(
-                f"{OPTION} updates each block in backward, and gradients are kept until the step; write ~{OPTION}"
+                f"{OPTION} updates each block in the backward of one micro-batch, and gradients are kept for several;"
+                f" write ~{OPTION}"
             )
-        release.arriving, ring.flush = ring.update, release.flush
+        ring.flush = release.flush
+        if release.immediate:
+            release.arriving = ring.update
+            return
+        release.arriving, release.postpone = ring.arrive, ring.postpone
+        self._look_between_steps(ctx)
+        ctx.undo.callback(self._settle)
+        ctx.undo.enter_context(patches.before_hooks(trainer, ctx.home, self._before_hook))
+        for optimizer in ctx.strategy.optimizers:
+            for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
+                ctx.undo.callback(register(_AtRest(ring)).remove)
+
+    def _look_between_steps(self, ctx: Run) -> None:
+        """Find code that runs between two steps of an epoch and may read weights; say that it costs time."""
+        owners = [*ctx.trainer.callbacks, ctx.module, getattr(ctx.trainer, "datamodule", None)]
+        found = {hook: [name for each in owners for name in code_of_others(each, [hook])] for hook in BETWEEN}
+        self._readers = {hook for hook, names in found.items() if names}
+        if names := sorted({name for each in found.values() for name in each}):
+            ctx.info(
+                "weights_on_host: blocks are updated at the end of each step, and not in the next forward, where that"
+                f" would overlap with computation, since {', '.join(names)} may read weights between steps"
+            )
+
+    def _before_hook(self, hook: str) -> None:
+        """Take the updates that blocks wait for, unless the hook is one between steps that reads no weights."""
+        if self._is_between and (hook in self._readers or hook not in BETWEEN):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take the updates that blocks wait for; then all numbers are on the host."""
+        self._is_between = False
+        if self._ring is not None and self._ring.waits:
+            self._ring.rest()
 
     @property
     def _release_of_run(self) -> StepInBackward | None:
@@ -154,15 +206,24 @@ class WeightsOnHost(ReleasedGradients, Settings):
             ConflictError: it takes several micro-batches by now.
         """
         _refuse_accumulation(ctx)
+        self._is_between = False
         if self._ring is not None and self._is_checked and not self._is_settled:
             self._settle_budget(ctx, self._ring)
-        if self._ring is not None:
+        if self._ring is not None and not self._ring.waits:
             self._ring.begin()
         return proceed(*args, **kwargs)
+
+    def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
+        """Run backward, after the updates of blocks that forward didn't use."""
+        if self._ring is not None:
+            self._ring.finish()
+        return super().backward(ctx, proceed, loss)
 
     def _settle_budget(self, ctx: Run, ring: WeightRing) -> None:
         """Keep the last blocks on the device, as many as fit beside the peak of the first step."""
         self._is_settled = True
+        if ring.waits:
+            ring.rest()
         # states were made in the first step's backward, perhaps after its peak
         states = [
             value for each in ctx.strategy.optimizers for state in each.state.values() for value in state.values()
@@ -180,7 +241,7 @@ class WeightsOnHost(ReleasedGradients, Settings):
     def step(
         self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, closure: Callable[[], Any], **options: Any
     ) -> Any:
-        """Step in backward, then wait until all weights are on the host again.
+        """Step in backward, then wait until all weights are on the host again, unless blocks wait for their updates.
 
         Raises:
             RefusedStepError: a gradient is infinite or NaN.
@@ -191,8 +252,12 @@ class WeightsOnHost(ReleasedGradients, Settings):
             if isinstance(error, RefusedStepError) or "inplace operation" in str(error):
                 why = f"under {OPTION} a weight that is used outside its block is NaN there"
                 error.args = (f"{error}; {why}: write the classes of blocks without it, {OPTION}.blocks=[ClassName]",)
+            if self._ring is not None and ctx.release is not None and not ctx.release.immediate:  # it is left out
+                self._ring.rest()
             raise
-        if self._ring is not None:
+        if self._ring is not None and self._ring.waits and "optimizer_step" not in self._readers:
+            self._is_between = True
+        elif self._ring is not None:
             self._ring.rest()
         return result
 
@@ -209,6 +274,11 @@ class WeightsOnHost(ReleasedGradients, Settings):
         """Return how optimizer states are loaded to the device that the weights come to."""
         return _States(ctx, self._ring)
 
+    def leaving(self, ctx: Run, proceed: Callable[[], Any]) -> None:
+        """Take the updates that blocks wait for while optimizer states are on the device."""
+        self._settle()
+        proceed()
+
     def _leave(self, blocks: Mapping[str, nn.Module]) -> None:
         restore_forwards(blocks.values(), Streamed)
         if self._ring is not None:
@@ -217,7 +287,7 @@ class WeightsOnHost(ReleasedGradients, Settings):
 
 
 class _AtRest:
-    """Puts all numbers onto the host before a state dict is made; does nothing in copies and pickles."""
+    """Puts all numbers onto the host before a state dict is made or loaded; does nothing in copies and pickles."""
 
     def __init__(self, ring: WeightRing | None = None) -> None:
         self._ring = ring
@@ -250,25 +320,10 @@ class _States(Checkpoint):
 
 
 def _refuse(ctx: Run) -> None:
-    """Refuse what needs the gradients of all blocks at once."""
-    trainer, module = ctx.trainer, ctx.module
-    if not module.automatic_optimization:
+    """Refuse steps of several backward passes."""
+    if not ctx.module.automatic_optimization:
         raise ConflictError(f"{OPTION} and manual optimization, which keeps gradients until the step; write ~{OPTION}")
     _refuse_accumulation(ctx)
-    algorithm = trainer.gradient_clip_algorithm
-    by_value = str(getattr(algorithm, "value", algorithm)) == "value"
-    if trainer.gradient_clip_val and not by_value:
-        raise ConflictError(
-            f"{OPTION} updates each block before the norm of all gradients is known, and"
-            f" gradient_clip_val={trainer.gradient_clip_val} clips by it; write"
-            " Trainer(gradient_clip_algorithm='value') with a bound of each element, gradient_clip_val=None, or"
-            f" ~{OPTION}"
-        )
-    if part(ctx.home, "utilities.model_helpers").is_overridden("configure_gradient_clipping", module):
-        raise ConflictError(
-            f"{type(module).__name__}.configure_gradient_clipping clips after backward, and {OPTION} updates each block"
-            f" in it; remove the method and write Trainer(gradient_clip_algorithm='value'), or ~{OPTION}"
-        )
 
 
 def _refuse_accumulation(ctx: Run) -> None:

@@ -1,0 +1,317 @@
+"""Clipping by the norm of all gradients, whose update blocks on the host take in the next forward."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor, nn
+
+from lightning_solo.errors import BudgetError, GradientError
+from lightning_solo.memory import host_slabs
+from lightning_solo.planner.device import device
+from lightning_solo.planner.planner import Planner
+from lightning_solo.planner.timeline import TO_DEVICE, TO_HOST, busy
+from lightning_solo.presets.compose import compose
+from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
+from lightning_solo.techniques.compact_states.technique import CompactStates
+from lightning_solo.techniques.finite_guard.technique import FiniteGuard
+from lightning_solo.techniques.gradient_norm.technique import GradientNorm
+from lightning_solo.techniques.gradient_release.technique import GradientRelease
+from lightning_solo.techniques.weights_on_host.technique import WeightsOnHost
+from lightning_solo.units import GiB
+from tests.conftest import long
+from tests.messages import mentions
+from tests.modules import loader, regression
+from tests.techniques.test_weights_on_host import BLOCK, BLOCKS, OUTSIDE, WIDTH, Net, Watch
+from tests.training import equal
+
+Make = Callable[..., Any]
+CLIP = 0.3
+"""Below the norms of most steps and above those of some."""
+
+
+def module_of(net: nn.Module | None = None, optimizer: Any = None, fails_at: int = -1, **attributes: Any) -> Any:
+    """Return a module with a learning rate of its own for each step, whose blocks are called in varying order.
+
+    Its attribute ``waited`` has for each step whether blocks waited for an update as its forward began.
+    """
+    torch.manual_seed(0)
+    made = regression(L, Net() if net is None else net, **attributes)
+
+    class Scheduled(type(made)):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            step = self.trainer.global_step
+            self.net.order = [[0, 1, 2, 3, 4], [4, 0, 0, 2], [1, 3]][step % 3]
+            rings = [each.ring for each in self.trainer.callbacks if isinstance(each, WeightsOnHost)]
+            self.waited.append(bool(rings) and rings[0].waits)
+            if step == fails_at:
+                self.net.order = [0, 2]
+                self.step(batch)
+                raise KeyboardInterrupt("as a user's, within a forward")
+            loss = super().training_step(batch, batch_idx)
+            self.losses.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            kind = optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.3))
+            made = kind(self.parameters())
+            schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (1 + step % 5))
+            return {"optimizer": made, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    made.__class__ = Scheduled
+    made.waited, made.losses = [], []
+    return made
+
+
+def fit(make_trainer: Make, *callbacks: Any, module: Any = None, batches: int = 4, **options: Any) -> Any:
+    """Train with clipping by norm, and return the module."""
+    module = module_of() if module is None else module
+    torch.manual_seed(1)
+    path = {"ckpt_path": options.pop("ckpt_path")} if "ckpt_path" in options else {}
+    make_trainer(L, callbacks=[*callbacks], **{"gradient_clip_val": CLIP, **options}).fit(
+        module, loader(batches, width=WIDTH), loader(2, width=WIDTH, seed=2), **path
+    )
+    return module
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one.losses == other.losses
+    assert equal(one.cpu(), other.cpu())
+    assert len({*one.losses}) == len(one.losses)
+
+
+TECHNIQUES: dict[str, tuple[str, Callable[[], list[Any]]]] = {
+    "alone": ("32-true", list),
+    "mixed, recomputed": ("bf16-mixed", lambda: [ActivationCheckpointing()]),
+    "products kept": ("32-true", lambda: [ActivationCheckpointing(keep="products")]),
+    "states on the host": ("bf16-true", lambda: [CompactStates(state_budget=0), ActivationCheckpointing()]),
+    "fp32 states on the host": (
+        "32-true",
+        lambda: [CompactStates(state_budget=0, master_bits=32, moment_bits=32), GradientNorm()],
+    ),
+    "stochastic": ("bf16-true", lambda: [CompactStates(state_budget=30_000, master_bits="16-stochastic")]),
+}
+QUICK = {"alone", "states on the host"}
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("others", [name if name in QUICK else long(name) for name in TECHNIQUES])
+def test_losses_and_weights_are_those_of_resident_weights(make_trainer: Make, others: str) -> None:
+    precision, techniques = TECHNIQUES[others]
+    options = {"precision": precision, "max_epochs": 2}
+    resident = fit(make_trainer, *techniques(), GradientRelease(), **options)
+    technique = WeightsOnHost(window=2)
+    on_host = fit(make_trainer, technique, *techniques(), **options)
+    # but after validation, which ends each epoch
+    assert on_host.waited == [False, True, True, True] * 2
+    assert technique.ring is not None
+    assert_same(on_host, resident)
+    if precision == "32-true" and others == "alone":
+        assert_same(on_host, fit(make_trainer, **options))  # and of Lightning's own clipping
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("name", ["SGD", long("Adafactor"), long("Adam"), long("RMSprop"), long("ASGD")])
+def test_optimizers(make_trainer: Make, name: str) -> None:
+    def run(*callbacks: Any) -> Any:
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        return fit(
+            make_trainer,
+            *callbacks,
+            module=module_of(optimizer=lambda p: getattr(torch.optim, name)(p, lr=0.01, **options)),
+        )
+
+    on_host = run(WeightsOnHost())
+    assert on_host.waited == [False, True, True, True]
+    assert_same(on_host, run())
+
+
+@pytest.mark.long
+@pytest.mark.cpu_only("a GPU's kernels sum in another order")
+def test_the_norm_of_large_weights_is_lightnings(make_trainer: Make) -> None:
+    def module() -> Any:
+        torch.manual_seed(0)
+        net = Net()
+        for block in net.blocks:
+            block.first, block.second = nn.Linear(WIDTH, 9000), nn.Linear(9000, WIDTH)  # in two pieces each
+        return module_of(net)
+
+    assert_same(fit(make_trainer, WeightsOnHost(), module=module()), fit(make_trainer, module=module()))
+
+
+@pytest.mark.any_device
+def test_whatever_reads_weights_between_steps_finds_the_latest(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    watches = [Watch(), Watch()]
+    assert_same(fit(make_trainer, WeightsOnHost(), watches[0]), fit(make_trainer, watches[1]))
+    assert "Watch.on_train_batch_end may read weights" in caplog.text
+    assert equal(watches[0].states, watches[1].states)
+    assert watches[0].places == watches[1].places
+
+    def clamps(trainer: Any, pl_module: Any, *_: Any) -> None:
+        for p in pl_module.parameters():
+            p.data.clamp_(-0.05, 0.05)
+
+    def run(*callbacks: Any) -> Any:
+        return fit(make_trainer, *callbacks, LambdaCallback(on_train_batch_start=clamps), max_epochs=2)
+
+    on_host = run(WeightsOnHost())
+    assert_same(on_host, run())
+    module, other = module_of(), module_of()
+    for each in (module, other):
+        each.optimizer_step = _changing_after.__get__(each)
+    assert_same(fit(make_trainer, WeightsOnHost(), module=module), fit(make_trainer, module=other))
+    assert not any(module.waited)
+
+
+def _changing_after(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+    L.LightningModule.optimizer_step(self, epoch, batch_idx, optimizer, closure)
+    with torch.no_grad():
+        self.net.blocks[1].first.weight.mul_(0.9)
+
+
+@pytest.mark.any_device
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+@pytest.mark.parametrize("others", [long("alone"), "states on the host"])
+def test_checkpoints_within_an_epoch_and_a_resumed_run_are_exact(
+    make_trainer: Make, tmp_path: Path, others: str
+) -> None:
+    precision, techniques = TECHNIQUES[others]
+
+    def run(name: str, technique: Any, **options: Any) -> Any:
+        saves = ModelCheckpoint(tmp_path / name, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+        module = module_of()
+        for block in module.net.blocks:
+            block.drop.p = 0.0  # no random states are saved
+        options = {"max_epochs": 2, "enable_checkpointing": True, "precision": precision, **options}
+        return fit(make_trainer, technique, *techniques(), saves, module=module, **options)
+
+    plain, whole = run("plain", GradientRelease()), run("on_host", WeightsOnHost())
+    assert whole.waited[:4] == [False, True, False, True]  # saved after each second
+    assert_same(whole, plain)
+    for step in (2, 4):
+        paths = [str(tmp_path / name / f"step={step}.ckpt") for name in ("plain", "on_host")]
+        files = [torch.load(each, weights_only=True, map_location="cpu") for each in paths]
+        assert equal(files[0]["state_dict"], files[1]["state_dict"])
+        assert equal(*(dict(sorted(file["optimizer_states"][0]["state"].items())) for file in files))
+        resumed = run("resumed", GradientRelease(), ckpt_path=paths[0])
+        for path in paths:
+            again = run("resumed", WeightsOnHost(), ckpt_path=path)
+            assert again.losses == resumed.losses
+            assert equal(again.cpu(), resumed.cpu())
+
+
+@pytest.mark.any_device
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
+@pytest.mark.filterwarnings("ignore:.*was called without a model")
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available")
+@pytest.mark.parametrize("others", ["alone", "states on the host"])
+def test_a_run_that_ends_within_a_forward_has_the_whole_step_before(
+    make_trainer: Make, tmp_path: Path, others: str
+) -> None:
+    precision, techniques = TECHNIQUES[others]
+    files = []
+    for name, technique in (("plain", GradientRelease()), ("on_host", WeightsOnHost(window=2))):
+        saves = OnExceptionCheckpoint(tmp_path, filename=name)
+        module = module_of(fails_at=2)
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            fit(
+                make_trainer,
+                technique,
+                *techniques(),
+                saves,
+                module=module,
+                precision=precision,
+                enable_checkpointing=True,
+            )
+        files.append(torch.load(tmp_path / f"{name}.ckpt", weights_only=True, map_location="cpu"))
+        assert equal(dict(module.cpu().state_dict()), dict(files[-1]["state_dict"]))
+    assert module.waited == [False, True, True]
+    assert equal(files[0]["state_dict"], files[1]["state_dict"])
+    assert equal(*(dict(sorted(file["optimizer_states"][0]["state"].items())) for file in files))
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("skips", [False, True])
+def test_gradients_that_are_not_finite_change_nothing(make_trainer: Make, skips: bool) -> None:
+    def run(*callbacks: Any) -> Any:
+        module = module_of(fails_at=-1)
+        module.net.blocks[3].first.weight.register_hook(
+            lambda grad: grad * (math.nan if module.trainer.fit_loop.batch_idx == 2 else 1)
+        )
+        if skips:
+            return fit(make_trainer, *callbacks, FiniteGuard(policy="skip_window"), module=module)
+        with pytest.raises(GradientError, match=mentions("net.blocks.3.first.weight", "no weight")):
+            fit(make_trainer, *callbacks, module=module)
+        return module
+
+    on_host = run(WeightsOnHost())
+    assert on_host.waited == [False, True, True, False][: 4 if skips else 3]
+    assert_same(on_host, run(GradientRelease()))
+
+
+@pytest.mark.any_device
+def test_gradients_in_bf16_are_rounded_once(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rounded = module_of()
+    for p in rounded.parameters():
+        p.register_hook(lambda grad: grad.bfloat16().float())
+    assert_same(fit(make_trainer, WeightsOnHost(kept_gradients="bf16")), fit(make_trainer, module=rounded))
+    assert "2.00 bytes per parameter" in caplog.text
+
+
+@pytest.mark.any_device
+def test_clipping_by_the_modules_own_hook(make_trainer: Make) -> None:
+    class Halved(L.LightningModule):
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            self.clip_gradients(optimizer, CLIP / (1 + self.trainer.global_step), "norm")
+
+    def module() -> Any:
+        made = module_of()
+        made.__class__ = type(
+            "Halving", (type(made),), {"configure_gradient_clipping": Halved.configure_gradient_clipping}
+        )
+        return made
+
+    options = {"gradient_clip_val": None}
+    on_host = fit(make_trainer, WeightsOnHost(), module=module(), **options)
+    assert_same(on_host, fit(make_trainer, module=module(), **options))
+    assert on_host.waited == [False, True, True, True]
+
+
+@pytest.mark.cpu_only("it moves nothing")
+def test_too_small_a_host_is_refused_beside_gradient_release_too(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(make_trainer, WeightsOnHost(), GradientRelease())
+    monkeypatch.setattr(host_slabs, "host_memory", lambda: (2**30, 2 * BLOCK))
+    for others in ([], [GradientRelease()]):
+        with pytest.raises(BudgetError, match=mentions("gradients", "kept_gradients=bf16", "gradient_clip_algorithm")):
+            fit(make_trainer, WeightsOnHost(), *others)
+
+
+@pytest.mark.long
+def test_a_plan_has_the_gradients_on_the_host_and_on_the_bus() -> None:
+    (batch,) = loader(1, width=WIDTH)
+    preset = compose({"precision": "32-true", "callback": {"weights_on_host": {}}})
+    plain, clipped = (
+        Planner(module_of, batch, trainer, device("rtx-4090"), GiB).plan("tried", preset)
+        for trainer in ({}, {"gradient_clip_val": 1.0})
+    )
+    gradients = BLOCKS * BLOCK + OUTSIDE
+    assert 0 <= clipped.host_bytes - plain.host_bytes - gradients < 4096  # aligned
+    for stream in (TO_DEVICE, TO_HOST):
+        assert busy(clipped.timeline, stream) > 1.3 * busy(plain.timeline, stream)
