@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -64,15 +63,16 @@ def validate_on_cpu(module: Any, data: Any, batches: int, *callbacks: Any) -> An
     """Validate on the CPU on at most some batches; return the Trainer."""
     import lightning as L
 
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's advice about loaders
+    from lightning_solo.seams.homes import quiet
+
+    silent: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    with quiet():
         trainer = L.Trainer(
             accelerator="cpu",
             callbacks=[*callbacks],
             limit_val_batches=batches,
             enable_model_summary=False,
-            **quiet,
+            **silent,
         )
         trainer.validate(module, data, verbose=False)
     return trainer

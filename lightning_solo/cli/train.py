@@ -246,8 +246,11 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.* is deprecated")  # Lightning 2.6 on torch 2.13
 
 
-def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
-    """Return (module, data module); the data module is None if the module has its own loaders."""
+def build_parts(checked: CheckedConfig, *, announces: bool = True) -> tuple[Any, Any]:
+    """Return (module, data module); the data module is None if the module has its own loaders.
+
+    Where it could be either, a line says which, unless this isn't announced.
+    """
     arguments = dict(checked.model)
     if "optimizer" in arguments:
         optimizer = checked.optimizer
@@ -258,12 +261,14 @@ def build_parts(checked: CheckedConfig) -> tuple[Any, Any]:
     if "_target_" in arguments and checked.data.get("name") == "stdlib_text":
         if brings_data(model):
             _refuse_unused_batch(checked, type(model).__name__)
-            print(f"data: {type(model).__name__}'s train_dataloader, which sets the batch size")
+            if announces:
+                print(f"data: {type(model).__name__}'s train_dataloader, which sets the batch size")
             return model, None
-        print(
-            f"data: batches of bytes of the embedded text, because {type(model).__name__} has no train_dataloader; for"
-            " your own data write data=custom data._target_=my_project.MyData"
-        )
+        if announces:
+            print(
+                f"data: batches of bytes of the embedded text, because {type(model).__name__} has no train_dataloader;"
+                " for your own data write data=custom data._target_=my_project.MyData"
+            )
     data = make("data", checked.data, allow=checked.allow) if checked.data else None
     if data is None and not brings_data(model):
         raise PresetError(

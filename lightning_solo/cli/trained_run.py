@@ -150,7 +150,7 @@ def parts_of(run: TrainedRun, *, whole: bool = False) -> tuple[Any, Any]:
     from lightning_solo.cli.train import build_parts
     from lightning_solo.export.pruned_structure import RECORD, load_sizes, structure_of
 
-    module, data = build_parts(run.checked)
+    module, data = build_parts(run.checked, announces=False)
     module.configure_model()
     if not whole:
         load_sizes(module, {RECORD: structure_of(run.checkpoint)})

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_solo.cards.phase import Phase
 from lightning_solo.data.soft_labels import Origin, SoftLabelWriter, rows_of
-from lightning_solo.errors import CheckpointError, PresetError
+from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.export.formats import TEACHER_DTYPES
 from lightning_solo.export.sources import refuse_existing
 from lightning_solo.export.teachers import make_teacher
@@ -66,7 +66,13 @@ def write_soft_labels(
         CheckpointError: the file exists, can't be written, or its partial one is of another teacher; or the teacher
             can't be loaded.
         PresetError: an argument is out of range.
+        ConflictError: the module optimizes manually.
     """
+    if not module.automatic_optimization:
+        raise ConflictError(
+            f"soft labels and {type(module).__name__}.automatic_optimization=False: training from them changes the loss"
+            " that training_step returns; write automatic_optimization=True"
+        )
     for name, value in (("draws", draws), ("batches", batches)):
         is_whole = isinstance(value, int) and value >= 1
         if not is_whole and (name, value) != ("batches", None):

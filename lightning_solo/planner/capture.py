@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +15,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_solo.attributes import replaced
 from lightning_solo.cards.footprint import Sizes
 from lightning_solo.data.nested import map_tensors
 from lightning_solo.errors import PlanError
@@ -44,7 +41,7 @@ from lightning_solo.planner.kernels import (
 )
 from lightning_solo.planner.optimizer_rules import choose_foreach, fill_history
 from lightning_solo.planner.tracer import Cost, Tracer
-from lightning_solo.seams.homes import home_of
+from lightning_solo.seams.homes import home_of, quiet
 from lightning_solo.seams.patches import batches_through
 
 OWN_ARGUMENTS = {
@@ -112,7 +109,7 @@ def capture(
             LSTM on fake tensors of a CPU.
     """
     with ExitStack() as stack:
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())
         mode = fake_mode() if fake else None
         by_hand = stack.enter_context(CudaByHand(allowed=cuda))
         if mode is None:
@@ -251,14 +248,3 @@ def _collected_at_steps() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Lightning's messages about a Trainer that the user didn't create."""
-    names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
-    with ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name in (*names, *(f"{name}.utilities.rank_zero" for name in names)):
-            stack.enter_context(replaced(logging.getLogger(name), "disabled", True))
-        yield

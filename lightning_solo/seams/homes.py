@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import copyreg
 import importlib
+import logging
 import sys
+import warnings
 from abc import ABCMeta
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, ClassVar
+
+from lightning_solo.attributes import replaced
 
 FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 """Home of the Trainer -> its Fabric package."""
@@ -30,6 +36,17 @@ def home_of(thing: object) -> str:
             if f"{cls.__module__}.".startswith(f"{home}."):
                 return home
     return default_home()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence Lightning's messages about a Trainer that the user didn't create."""
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in (*FABRIC, *FABRIC.values()):
+            for logger in (name, f"{name}.utilities.rank_zero"):
+                stack.enter_context(replaced(logging.getLogger(logger), "disabled", True))
+        yield
 
 
 def part(home: str, path: str) -> Any:

@@ -107,6 +107,8 @@ def test_data_is_what_was_chosen_and_the_embedded_text_is_announced(
     _, text = build_parts(checked({"name": "stdlib_text", "context": 8}))
     assert type(text).__name__ == "StdlibText"
     assert "data=custom" in capsys.readouterr().out
+    build_parts(checked({"name": "stdlib_text", "context": 8}), announces=False)
+    assert capsys.readouterr().out == ""
     with pytest.raises(PresetError, match=mentions("Plain", "train_dataloader", "data=custom")):
         build_parts(checked({}))
 

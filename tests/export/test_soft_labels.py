@@ -296,6 +296,10 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
             solo.write_soft_labels(
                 classification(L, Classifier()), loader(), teacher, tmp_path / "labels", accelerator="cpu", **options
             )
+    manual = classification(L, Classifier())
+    manual.automatic_optimization = False
+    with pytest.raises(ConflictError, match=mentions("write automatic_optimization=True")):
+        solo.write_soft_labels(manual, loader(), Classifier(), tmp_path / "labels", accelerator="cpu")
     assert not any(tmp_path.iterdir())
 
 
