@@ -17,7 +17,7 @@ SoloError
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class SoloError(Exception):
@@ -111,6 +111,18 @@ def listed(names: Iterable[str], most: int = 3) -> str:
     """
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def with_reasons(reasons: Mapping[str, str], most: int = 3) -> str:
+    """Return names with the reasons of each, those of one reason together.
+
+    >>> with_reasons({"a": "frozen", "b": "tied", "c": "frozen", "d": "frozen"})
+    'a, c and 1 more (frozen), b (tied)'
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return listed([f"{listed(each, 2)} ({reason})" for reason, each in names.items()], most)
 
 
 def unknown_name(option: str, name: object, kind: str, names: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_solo.errors import PresetError, listed
+from lightning_solo.errors import PresetError, listed, with_reasons
 from lightning_solo.export.pretrained import new_folder, require_tensors, write_with_loader
 from lightning_solo.export.pruned_structure import loaded_structure, structure_of
 from lightning_solo.export.weights import source_of
@@ -110,7 +110,7 @@ def export_quantized(
     config |= loaded_structure(structure_of(module))
     after = write_with_loader(folder, stored, config, packed_weights)
     scale = f"in groups of {group_size}" if group_size else "by rows"
-    left = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
+    left = with_reasons(choice.left_out, 5)
     return [
         f"quantized: {folder}, {counted(choice.modules)} {'in fp8' if bits == 'fp8' else f'with {bits} bits'} {scale}"
         f"{_INPUTS[activations]};"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_solo.errors import ConflictError, NothingToDoError, listed, nearest
+from lightning_solo.errors import ConflictError, NothingToDoError, listed, nearest, with_reasons
 from lightning_solo.nn.adapted import plain, plain_modules
 from lightning_solo.nn.blocks import after_blocks, feed_forward_parts
 from lightning_solo.nn.named_weights import named
@@ -133,7 +133,7 @@ def _all_linear(module: nn.Module, modules: dict[str, nn.Module], method: str) -
 
 
 def _all_left_out(targets: str | Sequence[str], module: nn.Module, left_out: Mapping[str, str], method: str) -> str:
-    reasons = listed([f"{name} ({reason})" for name, reason in left_out.items()], 8)
+    reasons = with_reasons(left_out, 8)
     others = [part for name, part in plain_modules(module) if _kind(part) in KINDS[method] and name not in left_out]
     classes = listed(dict.fromkeys(type(part).__name__ for part in others), 8)
     return (

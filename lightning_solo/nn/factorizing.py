@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import UninitializedParameter
 
-from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed
+from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed, with_reasons
 from lightning_solo.nn.adapted import plain, plain_modules
 from lightning_solo.nn.factorized_layers import KINDS, Factorized, built, put, tie
 from lightning_solo.nn.named_weights import kept_parameters, matching, parameter_bytes, weights_of
@@ -158,11 +158,11 @@ def factorize_linear(
         if reason is not None:
             factors.pop(p, None)
             change.left_out[name] = reason
-    reasons = listed([f"{name} ({reason})" for name, reason in change.left_out.items()], 8)
+    reasons = with_reasons(change.left_out, 8)
     for pattern, matches in hits.items():
         if not any(matches & set(every[p]) for p in factors):
             left = [next(iter(owners)) for owners in every.values() if matches & set(owners)]
-            reasons = listed([f"{name} ({change.left_out[name]})" for name in left], 8)
+            reasons = with_reasons({name: change.left_out[name] for name in left}, 8)
             raise ConflictError(
                 f"{at}layers={pattern!r} matches no layer that can be factorized: {reasons}; write patterns of linear"
                 f" layers{f', or {at}rank={limit}' if limit else ''}{_or_drop(option)}"

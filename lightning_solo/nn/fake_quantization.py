@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
-from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed
+from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed, with_reasons
 from lightning_solo.nn.adapted import plain, plain_modules
 from lightning_solo.nn.factorizing import factorized
 from lightning_solo.nn.forwards import record_of, replace_forward, restore_forwards
@@ -281,7 +281,7 @@ def chosen_layers(
     if missed := [each for each in names or () if each not in matched]:
         there = {name: choice.left_out[name] for name in choice.left_out if name in hits[missed[0]]}
         if there:
-            reasons = listed([f"{name} ({reason})" for name, reason in there.items()])
+            reasons = with_reasons(there)
             raise NothingToDoError(
                 f"{at}layers={missed[0]!r} matches {reasons}, which can't be rounded; leave {missed[0]!r} out of"
                 f" {at}layers{otherwise}"
@@ -292,7 +292,7 @@ def chosen_layers(
             f" {listed(linear, 8) or 'no linear layers'}"
         )
     if not choice.weights:
-        reasons = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
+        reasons = with_reasons(choice.left_out, 5)
         raise NothingToDoError(
             f"{at}layers={LINEAR}: {type(module).__name__} has no linear layer to quantize; its matrices are"
             f" {reasons or 'none'}; write {at}layers=[{spared[0].removesuffix('.weight')}]{otherwise}"

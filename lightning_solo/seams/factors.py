@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
-from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, listed
+from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, with_reasons
 from lightning_solo.nn.blocks import counted
 from lightning_solo.nn.factorized_layers import Factorized
 from lightning_solo.nn.factorizing import (
@@ -88,7 +88,7 @@ class Factorizing(Technique):
             change = self.factorize(ctx, self.rank)
             self._new = change.layers
             ranks = sorted({layer.rank for layer in change.layers.values()})
-            left = listed([f"{each} ({reason})" for each, reason in change.left_out.items()], 5)
+            left = with_reasons(change.left_out, 5)
             ctx.info(
                 f"{name}: {counted(dict.fromkeys(change.layers.values()))} of rank"
                 f" {ranks[0] if len(ranks) == 1 else f'{ranks[0]} to {ranks[-1]}'}; the module's parameters take"

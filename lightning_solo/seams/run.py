@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from lightning_solo.cards.catalogue import chosen_of
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.errors import ConflictError, GradientError
+from lightning_solo.errors import ConflictError, GradientError, listed
 from lightning_solo.seams import patches
 from lightning_solo.seams.homes import home_of, part
 
@@ -259,7 +260,26 @@ class Run:
         if not self._transformed:
             self._transformed = True
             for technique in self.having("transform"):
-                technique.transform(self)
+                with self.naming_lazy(technique):
+                    technique.transform(self)
+
+    @contextmanager
+    def naming_lazy(self, technique: Technique) -> Iterator[None]:
+        """Let a technique act on the module; refuse it by name where it needs the shape of a lazy layer's parameter.
+
+        Raises:
+            ConflictError: it does.
+        """
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            if "uninitialized parameter" not in str(error):
+                raise
+            lazy = [name for name, p in self.module.named_parameters() if is_lazy(p)]
+            raise ConflictError(
+                f"{type(technique).__name__} and {listed(lazy)}, which have no shape before the module's first batch;"
+                " write the input sizes of these layers, or run the module on a batch before the fit"
+            ) from error
 
     def backward(self, proceed: Callable[[Tensor], Any], loss: Tensor) -> Any:
         """Run backward of a micro-batch: the techniques' seams, and the window's weight."""

@@ -119,7 +119,8 @@ def _setup(run: Run, own: Own, trainer: Any) -> None:
         strategy = run.strategy
         for technique in run.having("optimizers"):
             schedulers = [config.scheduler for config in strategy.lr_scheduler_configs]
-            strategy.optimizers = technique.optimizers(run, list(strategy.optimizers), schedulers)
+            with run.naming_lazy(technique):
+                strategy.optimizers = technique.optimizers(run, list(strategy.optimizers), schedulers)
         if run.having("clip"):
             run.undo.enter_context(patches.clipping(strategy.precision_plugin, partial(run.around, "clip")))
         if run.having("loss"):

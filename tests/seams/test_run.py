@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import lightning_solo as solo
 from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import ConflictError
 from lightning_solo.seams import patches
@@ -143,3 +144,14 @@ def test_module_is_transformed_once_in_a_run(home: ModuleType, make_trainer: Mak
     trainer = make_trainer(home, callbacks=[named("Counts", Phase.REWRITE, transform=transform)])
     trainer.fit(regression(home), loader(2))
     assert len(transformed) == 1
+
+
+def test_lazy_layers_are_named_where_their_shape_is_needed(home: ModuleType, make_trainer: Make) -> None:
+    module = regression(home, torch.nn.Sequential(torch.nn.LazyLinear(8), torch.nn.LazyLinear(1)))
+    for technique in (solo.SharedBlocks(), solo.OptimizerReplacement(optimizer="lion", lr=1e-3)):
+        words = (type(technique).__name__, "net.0.weight", "run the module on a batch")
+        with pytest.raises(ConflictError, match=mentions(*words)):
+            make_trainer(home, callbacks=[technique]).fit(module, loader(2))
+    average = solo.WeightAverage(decay=0.5)
+    make_trainer(home, callbacks=[average]).fit(module, loader(2))
+    assert torch.equal(average.averaged_weights["net.0.weight"], module.net[0].weight)

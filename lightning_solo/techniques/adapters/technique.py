@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
-from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed
+from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed, with_reasons
 from lightning_solo.nn.adaptation import (
     AdapterConfig,
     adapter_configs,
@@ -179,7 +179,7 @@ class Adapters(Technique, Settings):
             f" {count_parameters(ctx.module):,} parameters ({format_bytes(sum(p.nbytes for p in trained))})"
         )
         if self._left_out:
-            named = listed([f"{name} ({reason})" for name, reason in self._left_out.items()], 5)
+            named = with_reasons(self._left_out, 5)
             words += f"; without an adapter: {named}"
             if any(reason.endswith(", an output head") for reason in self._left_out.values()):
                 words += f" (a new head is trained by {OPTION}.modules_to_save)"

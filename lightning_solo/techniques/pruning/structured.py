@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
-from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, listed
+from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, listed, with_reasons
 from lightning_solo.export.pruned_structure import RECORD
 from lightning_solo.nn.named_weights import matching
 from lightning_solo.nn.pruned_layers import keep_head_width
@@ -83,7 +83,7 @@ class Structured:
         setattr(module, RECORD, _joined(record, shapes, removal, good, ours))
         after = sum(p.numel() for p in module.parameters())
         sizes = [f"{int(kept[each.layer].sum())} of {each.units} of {each.layer}" for each in good]
-        others = listed([f"{name} ({reason})" for name, reason in {**left_out, **reasons}.items()], 3)
+        others = with_reasons({**left_out, **reasons}, 3)
         ctx.info(
             f"pruning: {settings.pattern} are removed, and {after:,} of {before:,} parameters are left:"
             f" {listed(sizes)}; left out are {others or 'none'}"
@@ -209,7 +209,7 @@ class Structured:
                 f"{OPTION}.layers matches {name}, but {reason}; write {OPTION}.kept=[{name}], or names of others"
             )
         if not good:
-            named = listed([f"{name} ({reason})" for name, reason in reasons.items()], 8)
+            named = with_reasons(reasons, 8)
             raise NothingToDoError(
                 f"{OPTION}.pattern={settings.pattern} finds none that can be removed from"
                 f" {type(self._module).__name__}; it leaves out"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.cards.phase import Phase
-from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError, listed
+from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError, listed, with_reasons
 from lightning_solo.export.pruned_structure import RECORD, load_sizes
 from lightning_solo.memory.host_slabs import is_planned
 from lightning_solo.nn.prunable import Choice, prunable_weights
@@ -111,7 +111,7 @@ class Pruning(Technique, Settings):
         else:
             self._at = -1
         self._masks, self._saved = masks, {}
-        left_out = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
+        left_out = with_reasons(choice.left_out, 5)
         ctx.info(
             f"pruning: {sum(p.numel() for p in masks.weights.values()):,} weights of {len(masks.weights)} parameters"
             f" ({listed(masks.weights)}) can be pruned; masks take {format_bytes(masks.nbytes)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_solo.attributes import replaced
-from lightning_solo.errors import PresetError, listed
+from lightning_solo.errors import PresetError, with_reasons
 from lightning_solo.nn.blocks import counted
 from lightning_solo.nn.fake_quantization import (
     RECORD,
@@ -67,7 +67,7 @@ class Quantization(Technique, Settings):
         for part, name, value in kernels_past(ctx.module, choice.modules):
             ctx.undo.enter_context(replaced(part, name, value))
         scale = f"groups of {self.group_size}" if self.group_size else "rows"
-        left = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
+        left = with_reasons(choice.left_out, 5)
         ctx.info(
             f"quantization: {counted(choice.modules)} compute with weights"
             f" {'in fp8' if self.bits == 'fp8' else f'of {self.bits} bits'}, by {scale}"

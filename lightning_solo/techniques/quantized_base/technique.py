@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
-from lightning_solo.errors import CheckpointError, ConflictError, listed
+from lightning_solo.errors import CheckpointError, ConflictError, with_reasons
 from lightning_solo.nn.quantizable import OPTION, Choice, chosen_weights
 from lightning_solo.nn.quantized import (
     HOST,
@@ -107,7 +107,7 @@ class QuantizedBase(Technique, Settings):
         if already:
             parts.append(f"{len(already)} weights were quantized before")
         if choice.left_out:
-            named = listed([f"{name} ({reason})" for name, reason in choice.left_out.items()], 5)
+            named = with_reasons(choice.left_out, 5)
             whole = before + sum(weight.shape.numel() * weight.dtype.itemsize for weight in already)
             share = choice.left_bytes / max(1, choice.left_bytes + whole)
             parts.append(f"{share:.0%} of the bytes of frozen weights stay as they are: {named}")

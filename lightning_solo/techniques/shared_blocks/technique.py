@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
-from lightning_solo.errors import CheckpointError, ConflictError, listed
+from lightning_solo.errors import CheckpointError, ConflictError, with_reasons
 from lightning_solo.memory.host_slabs import is_planned
 from lightning_solo.nn.blocks import counted, expert_lists, named_blocks
 from lightning_solo.nn.sharing import Sharing, as_before, separate, share_blocks, take_back
@@ -79,7 +79,7 @@ class SharedBlocks(Technique, Settings):
             return
         shared = counted(blocks[name] for names in sharing.groups for name in names)
         sizes = " and ".join(str(size) for size in sorted({len(names) for names in sharing.groups}))
-        left = listed([f"{name} ({reason})" for name, reason in sharing.left_out.items()], 5)
+        left = with_reasons(sharing.left_out, 5)
         ctx.info(
             f"shared_blocks: {shared} in groups of {sizes} start from the {self.start}; the module's parameters take"
             f" {format_bytes(sharing.after)} instead of {format_bytes(sharing.before)}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
@@ -116,12 +117,13 @@ class WeightAverage(AveragedWeights, Settings):
             optimizer.weights_aside = self._swap.aside
         self._place_loaded()
         self.ctx.undo.callback(self._leave)
-        size = sum(max(4, p.element_size()) * p.numel() for p in self._parameters.values())
+        known = [p for p in self._parameters.values() if not is_lazy(p)]
+        size = sum(max(4, p.element_size()) * p.numel() for p in known)
         if self.device == "host":
-            sizes = [(p.numel(), torch.promote_types(p.dtype, torch.float32)) for p in self._parameters.values()]
+            sizes = [(p.numel(), torch.promote_types(p.dtype, torch.float32)) for p in known]
             require_host_room("the average of the weights", sizes, f"write {OPTION}.device=module")
         kind = f"ema with decay {self.decay}" if self.method == "ema" else "swa"
-        count = sum(p.numel() for p in self._parameters.values())
+        count = sum(p.numel() for p in known)
         where = "the host" if self.device == "host" else str(self.ctx.device)
         self.ctx.info(
             f"weight_averaging: {kind} of {count:,} trained parameters in fp32, {format_bytes(size)} on {where}"
