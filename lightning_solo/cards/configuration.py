@@ -65,13 +65,16 @@ class AutoSettings:
         device: name of the device to plan for; None for this machine's.
         budget: usable device memory, in bytes or as "16GiB"; None for all.
         accept_tight: whether a plan may leave less than 5 % of the memory.
-        presets: candidates; None for all presets that train as the module does.
+        presets: candidates; None for all presets that train as the module does, and for the solved plan, whose name
+            among candidates is ``solved``.
+        save_preset: name of the file in ``conf/solo`` to which a chosen solved plan is written; None for none.
     """
 
     device: str | None = None
     budget: int | str | None = None
     accept_tight: bool = False
     presets: tuple[str, ...] | None = None
+    save_preset: str | None = None
 
 
 @dataclass(frozen=True)

@@ -193,12 +193,14 @@ def chosen(checked: CheckedConfig, file: Path, *, resumes: bool) -> tuple[Config
         BudgetError: no preset fits.
         PlanError: the model can't be planned.
     """
-    from lightning_solo.planner.auto import candidates, checks, choose
+    from lightning_solo.planner.auto import candidates, checks, choose, configuration_of
     from lightning_solo.planner.plan import Plan
 
     before = read_json(file) if resumes else None
     if before is not None:
         plan = Plan.from_dict(before)
+        if plan.configuration is not None:
+            return configuration_of(plan, checked.allow), checks(plan)
         return candidates(checked.solo, check_machine, [plan.preset], checked.allow)[plan.preset], checks(plan)
     _, config, plan = choose(
         checked.solo,

@@ -52,6 +52,9 @@ PRODUCTS = (
 """Operators that take most of the time: products of matrices, convolutions and attention."""
 
 
+NONE, INPUT, ALL = "none", "input", "all"
+
+
 class Kept:
     """Operators whose results recomputed blocks keep.
 
@@ -102,6 +105,7 @@ class Wrap:
     calls: Calls | None = None  # records which calls keep all their results; None: no call
     number: Call | None = None  # of a call that came through `run_compiled`
     keeps: bool = False  # whether that call keeps all its results
+    moves: str = INPUT  # saved tensors that `inputs_kept_in` may move: its input, NONE, or ALL, without recomputation
     host_state: bool = True  # whether its forward may change a _HostState
     statistics: bool | None = None  # whether it has layers as BatchNorm; None: not looked for yet
     recomputed: bool = False
@@ -109,7 +113,11 @@ class Wrap:
 
 
 def checkpoint_blocks(
-    blocks: Mapping[str, nn.Module], verify: bool = True, keep: Kept | None = None, calls: Calls | None = None
+    blocks: Mapping[str, nn.Module],
+    verify: bool = True,
+    keep: Kept | None = None,
+    calls: Calls | None = None,
+    moves: str = INPUT,
 ) -> dict[str, nn.Module]:
     """Make each block recompute its activations in backward; return those that were not wrapped before.
 
@@ -122,10 +130,11 @@ def checkpoint_blocks(
             updates a tensor that it reads, would silently get wrong gradients.
         keep: operators whose results are kept instead of recomputed.
         calls: decides which calls keep all their activations.
+        moves: as in `Wrap`.
     """
     fresh = {name: block for name, block in blocks.items() if record_of(block, Wrap) is None}
     for name, block in fresh.items():
-        replace_forward(block, forward, Wrap(name, verify, keep, calls))
+        replace_forward(block, forward, Wrap(name, verify, keep, calls, moves=moves))
     return fresh
 
 
@@ -151,7 +160,7 @@ def is_gathered_on_use(part: nn.Module) -> bool:
 
 @contextmanager
 def inputs_kept_in(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-    """Make wrapped blocks save the inputs of their recomputation in ``context()``, and nothing else."""
+    """Make wrapped blocks save the inputs of their recomputation in ``context()``, and nothing else; see `Wrap`."""
     global _keeping
     before, _keeping = _keeping, context
     try:
@@ -199,7 +208,7 @@ def run_compiled(block: nn.Module, compiled: Callable[..., Any], args: Any, kwar
                 wrap.keeps = True
                 calls.compiled[wrap.number] = _saved_when_compiled(block, run, (args, kwargs))
             wrap.keeps = wrap.number in calls.kept
-        with nullcontext() if wrap.keeps or wrap.keep is not None else _keeping():
+        with nullcontext() if wrap.keeps or wrap.keep is not None or wrap.moves == NONE else _keeping():
             return run()
     finally:
         wrap.number, wrap.keeps = None, False
@@ -231,6 +240,9 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     wrap, original = record_of(block, Wrap), original_forward(block, Wrap)
     if wrap is None or not torch.is_grad_enabled():
         return original(*args, **kwargs)
+    if wrap.moves == ALL:
+        with nullcontext() if torch.compiler.is_compiling() else _keeping():
+            return original(*args, **kwargs)
     args, kwargs, has_keys = without_cache(block, args, kwargs)
     if has_keys:
         raise ConflictError(
@@ -247,7 +259,7 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     number = None if wrap.calls is None else wrap.number or wrap.calls.number(wrap.name)
     if wrap.calls is not None and number in wrap.calls.kept:
         return original(*args, **kwargs)
-    with _keeping():  # tensors inside the block are saved by a context of their own
+    with nullcontext() if wrap.moves == NONE else _keeping():  # tensors inside are saved by a context of their own
         return run_recomputed(block, wrap, original, args, kwargs, number)
 
 

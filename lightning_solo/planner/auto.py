@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
 
 from lightning_solo.cards.configuration import AutoSettings, Configuration
@@ -17,11 +19,13 @@ from lightning_solo.machine import host_memory
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.memory.reading import read
 from lightning_solo.planner import preset_plans
+from lightning_solo.planner.bases import SOLVED, Bases, is_base
 from lightning_solo.planner.device import CPU
 from lightning_solo.planner.plan import NEAR, NEAR_S, Plan, as_fast
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose, compose_all
+from lightning_solo.presets.writing import preset_file
 from lightning_solo.units import format_bytes
 
 DIFFERENCE = 0.10  # largest relative difference of reading and plan without a message
@@ -54,7 +58,13 @@ def choose(
         PlanError: the module can't be planned.
     """
     settings = config.auto or AutoSettings()
-    configs = candidates(config, check, settings.presets, allow)
+    named = None if settings.presets is None else [name for name in settings.presets if name != SOLVED] or None
+    configs = candidates(config, check, named, allow)
+    host = host_memory()[1]  # of this machine, which runs the training
+    bases = None
+    if settings.presets is None or SOLVED in settings.presets:
+        open_ones = {name: each for name, each in configs.items() if is_base(each)}
+        bases = Bases(open_ones, host, settings.accept_tight)
     try:
         plans: Any = preset_plans.plan(
             module,
@@ -62,9 +72,10 @@ def choose(
             presets=configs,
             device=settings.device,
             budget=settings.budget,
-            host_memory=host_memory()[1],  # of this machine, which runs the training
+            host_memory=host,
             trainer=trainer,
             allow=allow,
+            bases=bases,
         )
     finally:
         WORKER.close()  # or it keeps its memory during training
@@ -74,8 +85,53 @@ def choose(
     console.print(table(plans, chosen))
     if chosen is None:
         raise none_fits(plans)
-    console.print(why(chosen, plans), soft_wrap=True, highlight=False, markup=False)
+    lines = [why(chosen, plans)]
+    if chosen.configuration is not None:
+        configs[chosen.preset] = configuration_of(chosen, allow)
+        if settings.save_preset is not None:
+            path = save(chosen, settings.save_preset)
+            lines.append(
+                f"auto: {chosen.preset} is written to {path}; solo={settings.save_preset} trains with it again"
+            )
+        lines += [f"auto: {chosen.preset}: {line}" for line in solved_lines(configs[chosen.preset])]
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
     return chosen.preset, configs[chosen.preset], chosen
+
+
+def configuration_of(plan: Plan, allow: Sequence[str] = ()) -> Configuration:
+    """Return the configuration of a solved plan."""
+    assert plan.configuration is not None
+    return replace(compose(plan.configuration, allow=allow), preset=plan.preset)
+
+
+def save(plan: Plan, name: str) -> Path:
+    """Write a solved plan to `./conf/solo` as a preset; return its file.
+
+    Raises:
+        PresetError: another file has the name.
+    """
+    path = Path("conf") / "solo" / f"{name}.yaml"
+    first = f"Solved by auto for {plan.device} and {format_bytes(plan.budget_bytes)}"
+    if path.exists() and not path.read_text(encoding="utf-8").startswith("# Solved by auto"):
+        raise PresetError(f"auto.save_preset={name}: {path} is a file of yours; write another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    assert plan.configuration is not None
+    plan_line = f"planned peak {format_bytes(plan.peak_bytes)}, batches of {plan.micro_batch}"
+    path.write_text(preset_file(plan.configuration, f"{first}: {plan_line}."), encoding="utf-8")
+    return path
+
+
+def solved_lines(config: Configuration) -> list[str]:
+    """Return the choices of a solved plan, in words: the blocks of each mode, and the budgets."""
+    lines = []
+    for chosen in config.techniques:
+        value = getattr(chosen.settings, chosen.card.solved or "option", None)
+        if isinstance(value, Mapping):
+            lines += [f"{mode}: {', '.join(names)}" for mode, names in value.items()]
+        elif type(value) is int:
+            lines.append(f"{chosen.option}.{chosen.card.solved}={value}")
+    return lines
 
 
 def none_fits(plans: Sequence[Plan]) -> BudgetError:
@@ -185,6 +241,7 @@ class PlanCheck(Callback):
         self._first = None
         optimizers = [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)]
         peak = read(trainer.strategy.root_device).peak_allocated or 0
+        rank_zero_info(receipt(self.plan, peak))
         if message := difference(self.plan, peak, Ledger(pl_module, optimizers).live()):
             warnings.warn(message, stacklevel=2)
 
@@ -196,6 +253,14 @@ class PlanCheck(Callback):
 def checks(plan: Plan) -> list[Callback]:
     """Return the callbacks that check a plan; none for a plan of a CPU, which has no counter."""
     return [] if plan.device == CPU else [PlanCheck(plan)]
+
+
+def receipt(plan: Plan, peak: int) -> str:
+    """Return the line that compares the planned peak with that of the first steps."""
+    return (
+        f"auto: {plan.preset}: planned peak {format_bytes(plan.peak_bytes)}, measured {format_bytes(peak)}"
+        f" ({peak / plan.peak_bytes - 1:+.1%})"
+    )
 
 
 def difference(plan: Plan, peak: int, states: Mapping[str, int]) -> str | None:

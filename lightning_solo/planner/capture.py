@@ -20,6 +20,7 @@ from lightning_solo.data.nested import map_tensors
 from lightning_solo.errors import PlanError
 from lightning_solo.memory.events import EventLog
 from lightning_solo.memory.sizes import sizes_of
+from lightning_solo.planner.block_marks import BlockMarks, Mark
 from lightning_solo.planner.cuda_rules import CudaByHand, cpu_rules, cuda_rules
 from lightning_solo.planner.data_dependent_ops import arrays_of_zeros
 from lightning_solo.planner.fake_modules import (
@@ -70,6 +71,7 @@ class Trace:
         assumptions: ways in which a run may differ from the trace, in words.
         host_bytes: the peak of a technique's host memory.
         sizes: of the module's parameters.
+        marks: where calls of blocks begin and end, if `capture` was asked for them.
     """
 
     log: EventLog
@@ -79,6 +81,7 @@ class Trace:
     assumptions: list[str] = field(default_factory=list)
     host_bytes: int = 0
     sizes: Sizes = field(default_factory=lambda: Sizes((), (), 0))
+    marks: list[Mark] = field(default_factory=list)
 
 
 def capture(
@@ -91,6 +94,7 @@ def capture(
     attention: str = "fused",
     steps: int = 2,
     moves_batches: bool = True,
+    marked: bool = False,
 ) -> Trace:
     """Train for a few optimizer steps and return their trace.
 
@@ -103,6 +107,7 @@ def capture(
         attention: as in `cuda_rules`.
         steps: number of optimizer steps; at least two, if optimizer states are to exist from the start of one.
         moves_batches: whether each batch is copied to the CUDA device in its step, and counted from then on.
+        marked: whether calls of blocks are marked.
 
     Raises:
         PlanError: the module makes no optimizer step or computes no gradient; an index in the batch is out of range; an
@@ -125,7 +130,8 @@ def capture(
         loader = Loader(batch, mode)
         watch = _Watch(tracer, steps)
         home = importlib.import_module(home_of(module))  # its Trainer accepts the module
-        callbacks = [watch, *arguments.get("callbacks", ())]
+        marks = BlockMarks(tracer)
+        callbacks = [watch, *([marks] if marked else []), *arguments.get("callbacks", ())]
         logger = home.loggers.logger.DummyLogger()
         trainer = home.Trainer(**{**arguments, **OWN_ARGUMENTS, "callbacks": callbacks, "logger": logger})
         stack.enter_context(planned_kernels(tracer, cuda=cuda))
@@ -155,7 +161,8 @@ def capture(
         if "gradients" not in tracer.log.labels:  # the plan of such a step would be 0 bytes of gradients
             raise PlanError(f"{type(module).__name__} computed no gradient in {watch.batches} batches")
         assumptions, sizes = list(tracer.assumptions), sizes_of(module)
-        return Trace(tracer.log, tracer.phases, tracer.costs, tracer.steps, assumptions, tracer.host_peak_bytes, sizes)
+        host_bytes = tracer.host_peak_bytes
+        return Trace(tracer.log, tracer.phases, tracer.costs, tracer.steps, assumptions, host_bytes, sizes, marks.marks)
 
 
 def _cloned(move: Callable[..., Any]) -> Callable[..., Any]:

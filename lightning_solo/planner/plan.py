@@ -47,6 +47,7 @@ class Plan:
         traced: ``fake tensors``, or ``real steps on the CPU``.
         timeline: busy times of the device's streams in an optimizer step of at most two micro-batches, condensed for a
             picture; empty for presets that don't copy while they compute.
+        configuration: the fields of a solved preset, which has no file; None for any other.
     """
 
     preset: str
@@ -69,6 +70,7 @@ class Plan:
     accumulation: int = 1
     host_memory_bytes: int | None = None
     timeline: tuple[Span, ...] = ()
+    configuration: dict[str, Any] | None = None
 
     @property
     def fits(self) -> bool:

@@ -98,6 +98,18 @@ class Planner:
             **self._cost(planned, arranged),
         )
 
+    def captured(self, arranged: Arrangement) -> Trace:
+        """Return the trace of this micro-batch alone, with marks of the blocks."""
+        assert self.micro_batch is not None
+        moves = not (arranged.ahead and self._cuda)
+        batch = sized(self.batch, self._examples, self.micro_batch)
+        how: dict[str, Any] = {"cuda": self._cuda, "steps": arranged.steps, "moves_batches": moves, "marked": True}
+        return self._with_untraced(capture(self.make, batch, arranged.arguments(), **how), arranged, self.micro_batch)
+
+    def costs(self, arranged: Arrangement, trace: Trace) -> tuple[int, float]:
+        """Return the device bytes that a traced preset needs, and the seconds of a step."""
+        return self._memory(trace, arranged)["needed_bytes"], self._cost(trace, arranged)["seconds_per_step"]
+
     def check_module(self, precisions: Iterable[str | None]) -> None:
         """Check that the module can be traced without techniques, in at least one of the precisions.
 

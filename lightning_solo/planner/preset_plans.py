@@ -10,6 +10,7 @@ from typing import Any
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.machine import host_memory as memory_here
+from lightning_solo.planner.bases import SOLVED, Bases
 from lightning_solo.planner.batches import examples
 from lightning_solo.planner.device import CPU, Device, this_device
 from lightning_solo.planner.device import device as device_of
@@ -35,6 +36,7 @@ def plan(
     allow: Sequence[str] = (),
     timeout_s: float = 600.0,
     tell: Callable[[str, Plan | SoloError], None] | None = None,
+    bases: Bases | None = None,
 ) -> Plan | list[Plan]:
     """Predict memory and time of training, without training.
 
@@ -59,6 +61,7 @@ def plan(
         allow: prefixes of ``_target_`` that you trust.
         timeout_s: seconds after which the process is ended.
         tell: called with the name and the plan, or the error, of each preset when it is done.
+        bases: presets from which a plan is solved in addition; the preset `auto` gives them.
 
     Raises:
         PresetError: an unknown preset or device, an invalid budget or one above the device's memory, a batch without
@@ -81,7 +84,7 @@ def plan(
         device=target,
         budget=budget_on(target, budget_bytes(budget), f"budget={budget!r}"),
         micro_batch=micro_batch,
-        presets=configs,
+        presets={**configs, **({} if bases is None else {SOLVED: bases})},
     )
     plans: list[Plan] = []
     errors: dict[str, SoloError] = {}
@@ -91,6 +94,8 @@ def plan(
             tell(name, result)
         if isinstance(result, Plan):
             plans.append(result)
+            if result.configuration is not None:
+                configs = {**configs, name: compose(result.configuration, allow=allow)}
         else:
             errors[name] = result
     if not plans:

@@ -15,7 +15,9 @@ from typing import Any
 import cloudpickle
 
 from lightning_solo.errors import CapabilityError, PlanError, SoloError
+from lightning_solo.planner.bases import Bases
 from lightning_solo.planner.device import CPU
+from lightning_solo.planner.plan import Plan
 from lightning_solo.processes import Child, ProcessError, fork, start
 
 
@@ -131,15 +133,18 @@ def _answer(payload: bytes, connection: Connection, _: Connection) -> int:
 
 def _plans(request: PlanRequest) -> Iterator[tuple[str, Any]]:
     from lightning_solo.planner.planner import Planner
+    from lightning_solo.planner.solved_plan import solved
 
     precisions = dict.fromkeys(config.precision for config in request.presets.values())
     checked = False
+    plans: dict[str, Plan] = {}
     planner = Planner(**{name: value for name, value in vars(request).items() if name != "presets"})
     for name, config in request.presets.items():
         try:
             if request.device.name == CPU and (reason := config.needs_cuda()):
                 raise CapabilityError(reason)
-            answer: Any = planner.plan(name, config)
+            answer: Any = solved(planner, config, plans) if isinstance(config, Bases) else planner.plan(name, config)
+            plans[name] = answer
             checked = True
         except PlanError as error:
             answer = error

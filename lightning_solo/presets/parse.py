@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -256,7 +257,13 @@ def _factor(value: object) -> int | None:
     return value
 
 
-AUTO_EXAMPLES = {"device": "rtx-4090", "budget": "16GiB", "accept_tight": "true", "presets": "[bf16,checkpointing]"}
+AUTO_EXAMPLES = {
+    "device": "rtx-4090",
+    "budget": "16GiB",
+    "accept_tight": "true",
+    "presets": "[bf16,checkpointing]",
+    "save_preset": "my_run",
+}
 """Field of the preset `auto` -> an example of its value."""
 
 
@@ -267,7 +274,13 @@ def _auto(given: object) -> AutoSettings | None:
         raise PresetError(
             f"auto={given!r}: must map {', '.join(AUTO_EXAMPLES)} to their values, such as auto.budget=16GiB"
         )
-    kinds = {"device": str | None, "budget": str | int | None, "accept_tight": bool, "presets": Sequence[str] | None}
+    kinds = {
+        "device": str | None,
+        "budget": str | int | None,
+        "accept_tight": bool,
+        "presets": Sequence[str] | None,
+        "save_preset": str | None,
+    }
     for name, value in given.items():
         if name not in kinds:
             raise PresetError(
@@ -279,6 +292,10 @@ def _auto(given: object) -> AutoSettings | None:
     budget = budget_bytes(values.get("budget"), "auto.budget")
     if values.get("device") is not None:
         budget_on(device(values["device"], "auto.device"), budget, f"auto.budget={values.get('budget')}")
+    if (name := values.get("save_preset")) is not None and not re.fullmatch(r"[A-Za-z]\w*", name):
+        raise PresetError(
+            f"auto.save_preset={name!r}: write a preset's name, of letters, digits and _: auto.save_preset=my_run"
+        )
     if values.get("presets") is not None:
         values["presets"] = tuple(values["presets"])
     return AutoSettings(**values)

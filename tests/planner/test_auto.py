@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -20,10 +21,19 @@ from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import BudgetError, CapabilityError, PlanError, PresetError
 from lightning_solo.memory.reading import Reading
 from lightning_solo.planner import auto
-from lightning_solo.planner.auto import PlanCheck, candidates, checks, choose, difference, none_fits
+from lightning_solo.planner.auto import (
+    PlanCheck,
+    candidates,
+    checks,
+    choose,
+    difference,
+    none_fits,
+)
+from lightning_solo.planner.bases import is_base
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose
+from lightning_solo.presets.writing import fields_of, preset_file
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
@@ -180,6 +190,60 @@ def test_preset_that_this_machine_cannot_run_is_no_candidate() -> None:
         candidates(compose("auto"), check, ["zero_offload"], ())
 
 
+# --- the solved plan ---
+
+MODES = {"keep": ["blocks.3"], "products": ["blocks.2"], "recompute": ["blocks.0", "blocks.1"]}
+SOLVED_FIELDS = {"precision": "bf16-mixed", "callback": {"activation_checkpointing": {"modes": MODES}}}
+
+
+def test_solved_plan_is_chosen_and_written_as_a_preset(
+    answers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = io.StringIO()
+    solved = planned("checkpointing", seconds=0.5, configuration=SOLVED_FIELDS)
+    name, config, plan = answers(solved, planned("bf16"), overrides=["auto.save_preset=mine"], said=said)
+    assert (name, plan) == ("checkpointing", solved)
+    assert config == compose(SOLVED_FIELDS)
+    assert lines_with(said.getvalue(), "auto: ", "recompute: blocks.0, blocks.1")
+    assert lines_with(said.getvalue(), "conf/solo/mine.yaml", "solo=mine")
+    assert compose("mine") == config, "the file is a preset like any other"
+    assert lines_with((tmp_path / "conf/solo/mine.yaml").read_text(), "keep: [blocks.3]")
+    answers(solved, overrides=["auto.save_preset=mine"])  # a file of its own is written anew
+    (tmp_path / "conf/solo/mine.yaml").write_text("precision: bf16-mixed\n")
+    with pytest.raises(PresetError, match=mentions("auto.save_preset=mine", "another name")):
+        answers(solved, overrides=["auto.save_preset=mine"])
+
+
+def test_bases_are_presets_that_leave_blocks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    names = ["bf16", "compact", "checkpointing", "offloading", "zero_offload"]
+    monkeypatch.setattr(auto, "compose_all", lambda allow: {name: compose(name) for name in names})
+    monkeypatch.setattr(auto.preset_plans, "plan", lambda *args, **given: asked.update(given) or [planned("bf16")])
+    console = Console(file=io.StringIO())
+    choose(compose("auto"), None, None, check=lambda config: None, console=console)
+    assert list(asked["presets"]) == names
+    assert list(asked["bases"].bases) == ["bf16", "compact"] == [name for name in names if is_base(compose(name))]
+    choose(compose("auto", ["auto.presets=[bf16]"]), None, None, check=lambda config: None, console=console)
+    assert asked["bases"] is None
+    choose(compose("auto", ["auto.presets=[bf16,solved]"]), None, None, check=lambda config: None, console=console)
+    assert (list(asked["presets"]), list(asked["bases"].bases)) == (["bf16"], ["bf16"])
+
+
+@pytest.mark.parametrize(
+    "preset", ["compact_host_checkpointing", "zero_offload", "offloading", "checkpointing_selective"]
+)
+def test_written_fields_compose_to_the_same_preset(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = compose(preset)
+    assert compose(fields_of(config)) == config
+    (tmp_path / "conf/solo").mkdir(parents=True)
+    (tmp_path / "conf/solo/written.yaml").write_text(preset_file(fields_of(config), "Written."))
+    assert compose("written") == config
+
+
 # --- what it may be told ---
 
 
@@ -193,6 +257,7 @@ def test_preset_that_this_machine_cannot_run_is_no_candidate() -> None:
         ("auto.accept_tight=1", ["auto.accept_tight=1: write auto.accept_tight=true"]),
         ("auto.presets=bf16", ["auto.presets='bf16': write auto.presets=[bf16,checkpointing]"]),
         ("auto.presets=[baselin]", [nearest("baseline")]),
+        ("auto.save_preset=a/b", ["auto.save_preset='a/b'", "auto.save_preset=my_run"]),
         ("auto=3", ["auto"]),
     ],
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import random
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +36,7 @@ from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing, choose_blocks
+from lightning_solo.techniques.activation_offloading.technique import ActivationOffloading
 from lightning_solo.units import GiB
 from tests.messages import mentions, nearest
 from tests.models import small_batch, small_model
@@ -804,3 +807,81 @@ def test_the_batch_size_finder_measures_wrapped_blocks(make_trainer, monkeypatch
     finder = BatchSizeFinder(mode="power", steps_per_trial=1, init_val=2, max_trials=2)
     make_trainer(home, callbacks=[ActivationCheckpointing(), finder], max_steps=1).fit(module)
     assert set(calls) == {2, 4, module.batch_size}
+
+
+# --- modes of single blocks ---
+
+MODES = {"keep": ["blocks.0"], "products": ["blocks.1"]}
+
+
+def stack(home: ModuleType) -> Any:
+    return regression(home, Stack(4))
+
+
+@pytest.mark.parametrize("host_input", [False, True])
+def test_modes_decide_what_single_blocks_keep(home: ModuleType, make_trainer: Any, host_input: bool) -> None:
+    last = "host_input" if host_input else "recompute"
+    modes = {"keep": ["net.blocks.0"], "products": ["net.blocks.1"], last: ["net.blocks.2"]}
+    modes["offload"] = ["net.blocks.3"]
+    runs: Counter[str] = Counter()
+
+    def counted() -> Any:
+        module = stack(home)
+        for name, block in module.net.blocks.named_children():
+            block.up.register_forward_hook(lambda *_, name=name: runs.update([name]))
+        return module
+
+    offloading = ActivationOffloading(min_offload_bytes=1, allow_cpu=True)
+    plain = fitted(home, make_trainer, partial(stack, home))
+    technique = ActivationCheckpointing(modes=modes, verify_recomputation=False)
+    acted = fitted(home, make_trainer, counted, [technique, offloading])
+    assert [runs[name] for name in "0123"] == [5, 10, 10, 5], "those of products and recompute run again in each step"
+    assert offloading.moved_bytes > 0
+    assert equal(plain.state_dict(), acted.state_dict())
+
+
+def test_offloading_moves_only_listed_blocks(home: ModuleType, make_trainer: Any) -> None:
+    moved = []
+    first, second = "net.blocks.0", "net.blocks.1"
+    for modes in ({"host_input": [first]}, {"host_input": [first, second]}, {"offload": [first]}):
+        offloading = ActivationOffloading(min_offload_bytes=1, allow_cpu=True)
+        technique = ActivationCheckpointing(modes=modes, verify_recomputation=False)
+        fitted(home, make_trainer, partial(stack, home), [technique, offloading])
+        moved.append(offloading.moved_bytes)
+    assert moved[1] == 2 * moved[0] > 0
+    assert moved[2] > moved[1]
+
+
+@pytest.mark.parametrize(
+    ("modes", "says"),
+    [
+        ({"kept": ["blocks.0"]}, ["no mode 'kept'", "keep, products, recompute, host_input, offload"]),
+        ({"keep": ["a"], "recompute": ["a"]}, ["a is listed 2 times", "list each block once"]),
+        ({}, ["at least one block"]),
+    ],
+)
+def test_invalid_modes_are_refused(modes: Any, says: list[str]) -> None:
+    with pytest.raises(PresetError, match=mentions("modes=", *says)):
+        ActivationCheckpointing(modes=modes)
+
+
+def test_modes_and_other_choices_for_all_blocks_are_refused() -> None:
+    for other in ({"budget": "1GiB"}, {"keep": "products"}, {"every_k": 2}):
+        with pytest.raises(ConflictError, match=mentions("modes", "callback.activation_checkpointing.modes=null")):
+            ActivationCheckpointing(modes=MODES, **other)
+
+
+def test_modes_that_move_need_offloading() -> None:
+    fields = {"callback": {"activation_checkpointing": {"modes": {"offload": ["blocks.0"]}}}}
+    with pytest.raises(ConflictError, match=mentions("blocks.0", "+callback=activation_offloading")):
+        compose(fields)
+    compose(fields, ["+callback=activation_offloading"])
+
+
+def test_unknown_blocks_in_modes_are_refused(home: ModuleType, make_trainer: Any) -> None:
+    technique = ActivationCheckpointing(modes={"keep": ["net.block.0"]})
+    with pytest.raises(PresetError, match=mentions("no block 'net.block.0'", nearest("net.blocks.0"))):
+        fitted(home, make_trainer, partial(stack, home), [technique])
+    technique = ActivationCheckpointing(modes={"keep": [f"net.blocks.{number}" for number in range(4)]})
+    with pytest.raises(NothingToDoError, match=mentions("keeps", "~callback.activation_checkpointing")):
+        fitted(home, make_trainer, partial(stack, home), [technique])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_solo.cards.blocks import blocks_setting
+from lightning_solo.cards.blocks import HOST_INPUT, MODES, OFFLOAD, blocks_setting
 from lightning_solo.cards.budget import budget_setting, bytes_or_share
 from lightning_solo.cards.card import Card, Rung
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -21,6 +23,18 @@ def _not_operators(keep: str | Sequence[str]) -> str | None:
         words = keep in (NOTHING, ALL_PRODUCTS)
         return None if words else "write 'nothing', 'products' or a list of operators, as [aten.mm, aten.addmm]"
     return None if keep and all("." in name for name in keep) else "write operators with their library, as [aten.mm]"
+
+
+def _wrong_modes(modes: Mapping[str, Sequence[str]] | None) -> str | None:
+    if modes is None:
+        return None
+    example = "as {keep: [blocks.2], recompute: [blocks.0, blocks.1]}"
+    if wrong := [mode for mode in modes if mode not in MODES]:
+        return f"no mode {wrong[0]!r}; write lists of blocks for {', '.join(MODES)}, {example}"
+    names = Counter(name for listed in modes.values() for name in listed)
+    if twice := [name for name, count in names.items() if count > 1]:
+        return f"{twice[0]} is listed {names[twice[0]]} times; list each block once"
+    return None if names else f"write at least one block, {example}, or null"
 
 
 @dataclass(frozen=True)
@@ -42,19 +56,49 @@ class Settings(TechniqueSettings):
         "training step on the device, model states included; or a share from 0 to 1 of the bytes that the blocks keep "
         "without recomputation"
     )
+    modes: Mapping[str, Sequence[str]] | None = setting(
+        None,
+        "modes of single blocks, by their names in the module: keep (all activations), products (keep=products), "
+        "recompute, host_input (recompute, with its input on the host) and offload (all activations to the host, "
+        "nothing recomputed); the last two need activation_offloading. Blocks that aren't listed are recomputed. The "
+        "preset auto writes such lists",
+        check=_wrong_modes,
+    )
     verify_recomputation: bool = setting(
         True,
         "compare each block's first recomputation in a fit with its forward, and raise ``ConflictError`` where they "
         "differ; torch compares shapes only",
     )
 
+    @property
+    def mode_of(self) -> dict[str, str]:
+        """The mode of each listed block, by its name."""
+        return {name: mode for mode, names in (self.modes or {}).items() for name in names}
+
     def _check_together(self) -> None:
+        if self.modes is not None and (self.budget is not None or self.keep != NOTHING or self.every_k != 1):
+            raise ConflictError(
+                "activation_checkpointing: modes says for each block what it keeps, and budget, keep and every_k say it"
+                " for all; write callback.activation_checkpointing.budget=null"
+                " callback.activation_checkpointing.keep=nothing callback.activation_checkpointing.every_k=1, or"
+                " callback.activation_checkpointing.modes=null"
+            )
         if self.budget is not None and self.keep != NOTHING:
             raise ConflictError(
                 f"activation_checkpointing: budget={self.budget} chooses whole blocks, and keep={self.keep!r} results"
                 " inside each; write callback.activation_checkpointing.keep=nothing, or"
                 " callback.activation_checkpointing.budget=null"
             )
+
+
+def _nothing_offloads(settings: Settings, configuration: Configuration) -> str | None:
+    moved = [name for name, mode in settings.mode_of.items() if mode in (HOST_INPUT, OFFLOAD)]
+    if not moved or configuration.has("activation_offloading"):
+        return None
+    return (
+        f"callback.activation_checkpointing.modes moves tensors of {moved[0]} to the host, and no technique does that;"
+        " write +callback=activation_offloading, or list the block under recompute"
+    )
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
@@ -83,6 +127,8 @@ CARD = Card(
     " https://docs.pytorch.org/docs/stable/checkpoint.html",
     exact=True,
     owns=frozenset({"saved_tensors"}),
+    rules=(_nothing_offloads,),
+    solved="modes",
     rung=Rung("checkpointing", order=20),
     planned="lightning_solo.techniques.activation_checkpointing.card:planned",
 )

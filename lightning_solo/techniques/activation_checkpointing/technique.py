@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_solo.cards.blocks import AUTO
+from lightning_solo.cards.blocks import AUTO, HOST_INPUT, KEEP_PRODUCTS, OFFLOAD, RECOMPUTE
 from lightning_solo.cards.budget import bytes_or_share
-from lightning_solo.errors import ConflictError, NothingToDoError
+from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, nearest
 from lightning_solo.memory.category_peaks import is_compiled
 from lightning_solo.nn.activation_budget import Calls
 from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.compilation import is_compiled_alone
 from lightning_solo.nn.forwards import restore_forwards
 from lightning_solo.nn.recomputation import (
+    ALL,
+    INPUT,
+    NONE,
     PRODUCTS,
     Kept,
     Wrap,
@@ -39,6 +42,27 @@ def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k
     """
     refuse_own_checkpointing(module, "activation_checkpointing")
     return dict(list(named_blocks(module, blocks, "callback.activation_checkpointing.blocks").items())[::every_k])
+
+
+def wrap_by_mode(blocks: Mapping[str, nn.Module], mode_of: Mapping[str, str], verify: bool) -> dict[str, nn.Module]:
+    """Wrap each block by its mode, one of `MODES`; return the wrapped ones. Blocks without a mode are recomputed.
+
+    Raises:
+        PresetError: a name is no block's.
+    """
+    if unknown := next((name for name in mode_of if name not in blocks), None):
+        raise PresetError(
+            f"callback.activation_checkpointing.modes: no block {unknown!r}{nearest(unknown, blocks)}there are"
+            f" {', '.join(blocks)}"
+        )
+    kept = Kept(PRODUCTS)
+    wrapped: dict[str, nn.Module] = {}
+    for mode in (KEEP_PRODUCTS, RECOMPUTE, HOST_INPUT, OFFLOAD):
+        group = {name: block for name, block in blocks.items() if mode_of.get(name, RECOMPUTE) == mode}
+        keep = kept if mode == KEEP_PRODUCTS else None
+        moves = ALL if mode == OFFLOAD else INPUT if mode == HOST_INPUT else NONE
+        wrapped |= checkpoint_blocks(group, verify, keep, moves=moves)
+    return {name: wrapped[name] for name in blocks if name in wrapped}
 
 
 class ActivationCheckpointing(Technique, Settings):
@@ -72,7 +96,15 @@ class ActivationCheckpointing(Technique, Settings):
         self._kept = None if self.keep == NOTHING else Kept(names)
         blocks = choose_blocks(ctx.module, self.blocks, self.every_k)
         calls = None if self.budget is None else Calls()
-        self._wrapped = checkpoint_blocks(blocks, self.verify_recomputation, self._kept, calls)
+        if self.modes is None:
+            self._wrapped = checkpoint_blocks(blocks, self.verify_recomputation, self._kept, calls)
+        else:
+            self._wrapped = wrap_by_mode(blocks, self.mode_of, self.verify_recomputation)
+        if not self._wrapped and set(self.mode_of) == set(blocks):
+            raise NothingToDoError(
+                "activation checkpointing: modes keeps the activations of all blocks; write"
+                " ~callback.activation_checkpointing, or list some under recompute"
+            )
         if not self._wrapped:
             raise ConflictError(
                 "activation checkpointing: the blocks are wrapped already, by another ActivationCheckpointing; keep one"
@@ -86,7 +118,9 @@ class ActivationCheckpointing(Technique, Settings):
         kept = self.keep if isinstance(self.keep, str) else ", ".join(self.keep)
         but = "" if self._kept is None else f", but for {kept}"
         but += "" if self.budget is None else f", or fewer under budget={self.budget}"
-        rank_zero_info(f"activation checkpointing: backward recomputes {counted(self._wrapped.values())}{but}")
+        recomputed = [block for name, block in self._wrapped.items() if self.mode_of.get(name) != OFFLOAD]
+        if recomputed:
+            rank_zero_info(f"activation checkpointing: backward recomputes {counted(recomputed)}{but}")
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -136,7 +170,8 @@ class ActivationCheckpointing(Technique, Settings):
             )
         looks = not self._is_checked and self.ctx is not None and not self.ctx.window.waits
         self._is_checked |= looks
-        if looks and self._wrapped and not has_recomputed(self._wrapped.values()):
+        recomputed = [block for name, block in self._wrapped.items() if self.mode_of.get(name) != OFFLOAD]
+        if looks and recomputed and not has_recomputed(recomputed):
             rank_zero_warn(
                 f"activation checkpointing saves nothing: in the first batch none of {', '.join(self._wrapped)} ran"
                 " again in backward; write the classes of those that do,"

@@ -109,6 +109,7 @@ CARD = Card(
             when=lambda settings: not settings.allow_cpu,
         ),
     ),
+    solved="moving",
     on_cpu={"mode": ALL, "min_offload_bytes": 256, "allow_cpu": True},
     planned="lightning_solo.techniques.activation_offloading.card:planned",
 )

@@ -156,6 +156,7 @@ CARD = Card(
             when=lambda settings: settings.needs_cuda,
         ),
     ),
+    solved="state_budget",
     rung=Rung("compact", order=40, overrides=("solo.precision=bf16-true", "+solo/callback=gradient_release")),
     planned="lightning_solo.techniques.compact_states.card:planned",
     footprint="lightning_solo.techniques.compact_states.card:footprint",

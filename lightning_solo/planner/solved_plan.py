@@ -1,0 +1,222 @@
+"""The solved plan: a preset whose blocks each keep, recompute or move what is fastest within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lightning_solo.cards.blocks import HOST_INPUT, KEEP, KEEP_PRODUCTS, MODES, OFFLOAD, RECOMPUTE
+from lightning_solo.cards.card import resources
+from lightning_solo.cards.catalogue import catalogue
+from lightning_solo.cards.configuration import Chosen, Configuration
+from lightning_solo.errors import BudgetError, PlanError, SoloError
+from lightning_solo.planner.bases import SOLVED, Bases
+from lightning_solo.planner.block_tables import block_table, problem_of
+from lightning_solo.planner.capture import Trace
+from lightning_solo.planner.device import CPU
+from lightning_solo.planner.forks import run_in_forks
+from lightning_solo.planner.plan import TIGHT, Plan, with_host_memory
+from lightning_solo.planner.planner import Planner
+from lightning_solo.planner.rules import arrange
+from lightning_solo.planner.solver import (
+    BACKWARD,
+    DOWN,
+    STEP,
+    UP,
+    Choice,
+    Movable,
+    Problem,
+    closest,
+    delay,
+    evaluate,
+    solve,
+)
+from lightning_solo.presets.writing import fields_of
+
+ROUNDS = 3  # in which the traced plan's difference from the tables corrects the budget
+STATES = "optimizer states"
+
+
+def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
+    """Return the fastest plan of a few bases with solved modes of blocks; if none fits, the one that lacks least.
+
+    Args:
+        planner: of the module.
+        bases: presets to which modes may be added.
+        plans: those of the bases, by name.
+
+    Raises:
+        PlanError: nothing can be solved: a base fits as it is, or no block can have a mode.
+    """
+    candidates = {name: plans[name] for name in bases.bases if name in plans}
+    results: list[Plan] = []
+    reasons: list[str] = []
+    for name in _promising(candidates):
+        if _judged(candidates[name], bases).verdict == "fits":
+            reasons.append(f"{name} fits as it is")
+            continue
+        try:
+            results.append(_Solver(planner, bases, bases.bases[name]).plan())
+        except SoloError as error:
+            reasons.append(f"{name}: {error}")
+    if not results:
+        raise PlanError("; ".join(reasons) or "no preset leaves the choice for the blocks open")
+    return min(results, key=lambda plan: (not plan.fits, plan.missing_bytes, plan.seconds_per_example))
+
+
+def _promising(plans: Mapping[str, Plan]) -> list[str]:
+    """Return the fastest of the presets, and the one that needs least memory."""
+    if not plans:
+        return []
+    fastest = min(plans, key=lambda name: plans[name].seconds_per_example)
+    smallest = min(plans, key=lambda name: plans[name].needed_bytes)
+    return list(dict.fromkeys((fastest, smallest)))
+
+
+def _judged(plan: Plan, bases: Bases) -> Plan:
+    return plan if bases.host_memory is None else with_host_memory(plan, bases.host_memory)
+
+
+class _Solver:
+    """Solves the modes of blocks for one base."""
+
+    def __init__(self, planner: Planner, bases: Bases, base: Configuration) -> None:
+        self._planner, self._bases, self._base = planner, bases, base
+        self._without_launches = 1.0
+        self._resident = 0  # bytes of optimizer states, if all are on the device
+        self._cuda = planner.device.name != CPU
+        share = 1.0 if bases.accept_tight else 1 / (1 + TIGHT)
+        self._budget = int(planner.budget * share)
+        # on a CPU the device's bytes are the host's, and moving them would gain nothing
+        self._host = int(bases.host_memory * share) if self._cuda and bases.host_memory is not None else None
+
+    def plan(self) -> Plan:
+        """Return the plan of the best choice, traced as a whole; its differences from the tables correct them."""
+        problem = self._problem()
+        tried: dict[str, tuple[tuple[bool, float], Configuration]] = {}
+        for _ in range(ROUNDS):
+            try:
+                choice = solve(problem)
+            except BudgetError:
+                if tried:
+                    break
+                choice = closest(problem)
+            config = self._configured(choice)
+            if repr(config) in tried:
+                break
+            arranged = arrange(config, self._planner.trainer)
+            needed, seconds = self._planner.costs(arranged, self._planner.captured(arranged))
+            lacking = max(0, needed - self._budget)
+            tried[repr(config)] = (lacking > 0, lacking or seconds), config
+            factor = delay(problem, choice, self._without_launches * seconds)
+            budget = self._budget - (needed - choice.peak)
+            problem = replace(problem, budget=budget, bandwidth=problem.bandwidth / factor)
+        _, config = min(tried.values(), key=lambda each: each[0])
+        plan = _judged(self._planner.plan(SOLVED, config), self._bases)
+        return replace(plan, configuration=fields_of(config))
+
+    # --- tables ---
+
+    def _problem(self) -> Problem:
+        """Return the tables of all modes, from a trace for each."""
+        kept = self._trace(self._base)
+        names = list(dict.fromkeys(mark.block for mark in kept.marks))
+        configs = {}
+        for mode in (KEEP_PRODUCTS, RECOMPUTE, *((HOST_INPUT, OFFLOAD) if self._cuda else ())):
+            config = with_modes(self._base, {mode: names})
+            try:
+                config.check()
+            except SoloError:  # a technique of the base that moves saved tensors itself
+                continue
+            configs[mode] = config
+        states = self._states_away(configs.get(RECOMPUTE))
+        captures = [partial(self._trace, each) for each in (*configs.values(), *states)]
+        others = run_in_forks(*captures) if captures else []
+        device = self._planner.device
+        tables, costs = {KEEP: block_table(kept, device)}, {KEEP: self._costs(self._base, kept)}
+        for (mode, config), trace in zip(configs.items(), others, strict=False):
+            table = block_table(trace, device)
+            if mode not in (HOST_INPUT, OFFLOAD) or any(option.copied for option in table.options):
+                tables[mode], costs[mode] = table, self._costs(config, trace)
+        problem = replace(problem_of(tables, self._budget, self._host), bandwidth=device.host_bandwidth)
+        plain = evaluate(problem, dict.fromkeys(names, KEEP))
+        # operators' seconds alone, against their schedule's, in which short ones wait for their launches
+        self._without_launches = plain.seconds / costs[KEEP][1]
+        problem = replace(problem, budget=self._budget - (costs[KEEP][0] - plain.peak))
+
+        def delay_of(mode: str, seconds: float, away: int = 0) -> float:
+            choice = evaluate(problem, dict.fromkeys(names, mode), {STATES: away} if away else {})
+            return delay(problem, choice, self._without_launches * seconds)
+
+        moving = [mode for mode in tables if mode in (HOST_INPUT, OFFLOAD)]
+        problem = replace(problem, delays={mode: delay_of(mode, costs[mode][1]) for mode in moving})
+        if not states:
+            return problem
+        ((config,), away) = states, others[-1]
+        frees = (resources(chosen.card.frees, chosen.settings) for chosen in self._base.techniques)
+        phase = BACKWARD if any("gradients" in freed for freed in frees) else STEP  # released ones are stepped in it
+        self._resident = kept.log.breakdown(len(kept.log.events))["optimizer_states"]
+        gone = tables[RECOMPUTE].base - block_table(away, device).base
+        movable = Movable(away.host_bytes, max(0, away.host_bytes - gone), {(phase, UP): 1, (phase, DOWN): 1})
+        problem = replace(problem, movables={STATES: movable})
+        factor = delay_of(RECOMPUTE, self._costs(config, away)[1], movable.bytes)
+        return replace(problem, movables={STATES: replace(movable, passes=dict.fromkeys(movable.passes, factor))})
+
+    def _states_away(self, config: Configuration | None) -> list[Configuration]:
+        """Return the preset with all optimizer states on the host, if it can be written."""
+        settings = None if config is None else _settings(config, "state_budget")
+        if config is None or settings is None or not self._cuda:
+            return []
+        return [with_settings(config, state_budget=0)] if settings.state_budget is None else []
+
+    def _costs(self, config: Configuration, trace: Trace) -> tuple[int, float]:
+        return self._planner.costs(arrange(config, self._planner.trainer), trace)
+
+    # --- presets ---
+
+    def _configured(self, choice: Choice) -> Configuration:
+        """Return the base with a choice's modes and budgets."""
+        by_mode = {mode: [name for name, one in choice.modes.items() if one == mode] for mode in MODES}
+        by_mode = {mode: names for mode, names in by_mode.items() if names}
+        config = self._base if by_mode.keys() <= {KEEP} else with_modes(self._base, by_mode)
+        if size := choice.away.get(STATES, 0):
+            stays = self._resident - size
+            config = with_settings(config, state_budget=max(0, stays))
+        config.check()
+        return config
+
+    # --- traces ---
+
+    def _trace(self, config: Configuration) -> Trace:
+        """Return the marked trace of a preset."""
+        arranged = arrange(config, self._planner.trainer)
+        return self._planner.captured(arranged)
+
+
+def with_modes(base: Configuration, modes: Mapping[str, Sequence[str]]) -> Configuration:
+    """Return a preset whose blocks have modes, and that moves tensors to the host if a mode does."""
+    added = [_chosen("modes", modes={mode: list(names) for mode, names in modes.items()})]
+    if modes.keys() & {HOST_INPUT, OFFLOAD}:
+        added.append(_chosen("moving"))
+    return replace(base, techniques=(*base.techniques, *added))
+
+
+def with_settings(config: Configuration, **values: Any) -> Configuration:
+    """Return a preset with other settings of the technique whose card says that the solver decides them."""
+    techniques = tuple(
+        replace(chosen, settings=replace(chosen.settings, **values)) if chosen.card.solved in values else chosen
+        for chosen in config.techniques
+    )
+    return replace(config, techniques=techniques)
+
+
+def _settings(config: Configuration, part: str) -> Any:
+    return next((chosen.settings for chosen in config.techniques if chosen.card.solved == part), None)
+
+
+def _chosen(part: str, **values: Any) -> Chosen:
+    card = next(card for card in catalogue().cards.values() if card.solved == part)
+    option = f"callback.{card.name}"
+    return Chosen(card, card.settings.parse(values, option), option)

@@ -1,0 +1,547 @@
+"""Choose for each block what it keeps for backward, and how much of states and weights stays on the device.
+
+Pure arithmetic on tables: bytes and seconds of each call of a block in each mode. `evaluate` says what a choice takes,
+and `solve` returns the fastest choice that fits: by HiGHS, if `highspy` is installed, else by a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations, product
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from lightning_solo.errors import BudgetError
+from lightning_solo.machine import is_installed
+from lightning_solo.units import format_bytes
+
+FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
+UP, DOWN = "up", "down"  # to the device, to the host
+PRICE = 1e-4  # of a step, for changing all blocks: of two equal plans the simpler one is taken
+GAP = 5e-3  # of the seconds, within which the solver stops
+_PARTS = 8  # a movable is tried in steps of an eighth
+_IMPROVED = 3  # starts that are improved block by block; one for HiGHS
+_PAIRS = 8  # most blocks of which two are changed at once
+LIMIT_S = 0.8  # of the solver, which then has a choice, if not a proof
+
+
+@dataclass(frozen=True)
+class Option:
+    """A call of a block in one mode.
+
+    Attributes:
+        kept: device bytes that stay from its forward to its backward.
+        forward: most bytes of its forward, above those at its beginning.
+        backward: most bytes of its backward, above the problem's ``base`` and what it and earlier calls keep.
+        forward_s, backward_s: seconds of its operators, until those of the next call.
+        copied: bytes that go to the host in its forward, and come back in its backward.
+    """
+
+    kept: int
+    forward: int
+    backward: int
+    forward_s: float
+    backward_s: float
+    copied: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a block; all calls of a block have the same mode. ``options`` has the plainest mode first."""
+
+    block: str
+    options: Mapping[str, Option]
+
+
+@dataclass(frozen=True)
+class Movable:
+    """Bytes of which any part may be on the host, such as optimizer states.
+
+    Attributes:
+        bytes: all of them.
+        buffers: bytes on the device through which they pass, if a part is on the host.
+        passes: (phase, direction) -> number of times that each byte on the host passes the bus in a step, or more, if
+            copies wait for one another.
+    """
+
+    bytes: int
+    buffers: int = 0
+    passes: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tables of a module's step.
+
+    Attributes:
+        calls: calls of blocks, in the order of forward.
+        order: numbers of calls, in the order of backward. A call without a backward is missing.
+        base: device bytes before the first call, if nothing is on the host.
+        between: most bytes from the end of the last call to backward, above the base and what calls keep.
+        step: most device bytes in the optimizer step, if nothing is on the host.
+        other_s: phase -> seconds of its operators outside blocks.
+        budget: device bytes.
+        host: bytes of the host; None if they aren't limited.
+        movables: by name.
+        bandwidth: bytes per second of the bus, in each direction.
+        delays: mode -> factor by which its copies take longer than their bytes, because they wait for one another.
+    """
+
+    calls: Sequence[Call]
+    order: Sequence[int]
+    base: int
+    between: int
+    step: int
+    other_s: Mapping[str, float]
+    budget: int
+    host: int | None = None
+    movables: Mapping[str, Movable] = field(default_factory=dict)
+    bandwidth: float = 1e12
+    delays: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def options(self) -> dict[str, tuple[str, ...]]:
+        """The modes of each block, in the order of first calls."""
+        return {call.block: tuple(call.options) for call in self.calls}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice, and what it takes.
+
+    Attributes:
+        modes: block -> mode.
+        away: movable -> bytes on the host.
+        peak: device bytes.
+        host: bytes on the host.
+        seconds: of a step.
+    """
+
+    modes: Mapping[str, str]
+    away: Mapping[str, int]
+    peak: int
+    host: int
+    seconds: float
+
+
+class _Tables:
+    """A problem's numbers as arrays: rows are calls, columns the modes that any block has."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.blocks = list(problem.options)
+        self.modes = list(dict.fromkeys(mode for modes in problem.options.values() for mode in modes))
+        number = {block: index for index, block in enumerate(self.blocks)}
+        self.block_of = np.array([number[call.block] for call in problem.calls], dtype=int)
+        self.allowed = np.array([[mode in modes for mode in self.modes] for modes in problem.options.values()])
+        self.order = np.array(problem.order, dtype=int)
+        self.kept, self.forward, self.backward, self.copied = (
+            self._array(name) for name in ("kept", "forward", "backward", "copied")
+        )
+        self.forward_s, self.backward_s = self._array("forward_s"), self._array("backward_s")
+        self.on_bus = self.copied * np.array([problem.delays.get(mode, 1.0) for mode in self.modes])
+        self.rows = np.arange(len(problem.calls))
+        self.prices = self._prices()
+
+    def _array(self, name: str) -> Any:
+        return np.array(
+            [
+                [getattr(call.options[mode], name) if mode in call.options else 0 for mode in self.modes]
+                for call in self.problem.calls
+            ],
+            dtype=float,
+        )
+
+    def peak(self, columns: Any, away: Mapping[str, float]) -> float:
+        """Return the peak on the device; ``columns`` has the mode's number of each block."""
+        problem, at = self.problem, (self.rows, columns[self.block_of])
+        kept = self.kept[at]
+        base = problem.base + self.moved(away)
+        until = np.cumsum(kept)
+        forward = base + until - kept + self.forward[at]
+        alive = np.cumsum(kept[self.order][::-1])[::-1]
+        backward = base + alive + self.backward[at][self.order]
+        rest = (base + float(kept.sum()) + problem.between, problem.step + base - problem.base)
+        return float(max(forward.max(initial=0), backward.max(initial=0), *rest))
+
+    def moved(self, away: Mapping[str, float]) -> float:
+        """Return the change of the base."""
+        return sum(self.problem.movables[name].buffers - size for name, size in away.items() if size)
+
+    def host(self, columns: Any, away: Mapping[str, float]) -> float:
+        """Return the bytes on the host."""
+        return float(self.copied[self.rows, columns[self.block_of]].sum() + sum(away.values()))
+
+    def seconds(self, columns: Any, away: Mapping[str, float]) -> float:
+        """Return the seconds of a step; in each phase the longest of operators and copies in either direction."""
+        problem, at = self.problem, (self.rows, columns[self.block_of])
+        copied = float(self.on_bus[at].sum())
+        total = 0.0
+        for phase in PHASES:
+            computed = problem.other_s.get(phase, 0.0)
+            if phase != STEP:
+                computed += float((self.forward_s if phase == FORWARD else self.backward_s)[at].sum())
+            links = {(FORWARD, DOWN): copied, (BACKWARD, UP): copied}
+            copies = [
+                links.get((phase, way), 0.0)
+                + sum(size * problem.movables[name].passes.get((phase, way), 0) for name, size in away.items())
+                for way in (UP, DOWN)
+            ]
+            total += max(computed, *(size / problem.bandwidth for size in copies))
+        return total
+
+    def cost(self, columns: Any, away: Mapping[str, float]) -> float:
+        """Return the seconds, and a small price of changed blocks, more of later ones, whose memory is free first."""
+        return self.seconds(columns, away) + float(self.prices[np.arange(len(columns)), columns].sum())
+
+    def _prices(self) -> Any:
+        """Return the price of each block's modes, in seconds: none of the plainest, most of the last."""
+        count = len(self.blocks)
+        plain = PRICE * self.seconds(np.argmax(self.allowed, axis=1), {}) / count
+        by_mode = np.arange(len(self.modes)) + np.arange(len(self.modes)).astype(bool) * len(self.modes)
+        return plain * np.outer(1 + np.arange(count) / count, by_mode / max(by_mode.max(), 1))
+
+    def rank(self, columns: Any, away: Mapping[str, float]) -> tuple[int, float]:
+        """Return the missing bytes and the cost, which order choices."""
+        return sum(self.missing(columns, away)), self.cost(columns, away)
+
+    def choice(self, columns: Any, away: Mapping[str, float]) -> Choice:
+        """Return a choice with what it takes."""
+        modes = {block: self.modes[column] for block, column in zip(self.blocks, columns, strict=True)}
+        whole = {name: min(ceil(size), self.problem.movables[name].bytes) for name, size in away.items()}
+        peak, host = self.peak(columns, whole), self.host(columns, whole)
+        return Choice(modes, whole, round(peak), round(host), self.seconds(columns, whole))
+
+    def fits(self, columns: Any, away: Mapping[str, float]) -> bool:
+        """Return whether a choice fits."""
+        return self.missing(columns, away) == (0, 0)
+
+    def missing(self, columns: Any, away: Mapping[str, float]) -> tuple[int, int]:
+        """Return the bytes by which a choice exceeds the device and the host."""
+        problem = self.problem
+        host = 0.0 if problem.host is None else self.host(columns, away) - problem.host
+        return max(0, round(self.peak(columns, away) - problem.budget)), max(0, round(host))
+
+
+def evaluate(problem: Problem, modes: Mapping[str, str], away: Mapping[str, int] | None = None) -> Choice:
+    """Return what a choice takes.
+
+    Args:
+        problem: the tables.
+        modes: block -> mode.
+        away: movable -> bytes on the host; none by default.
+    """
+    tables = _Tables(problem)
+    columns = np.array([tables.modes.index(modes[block]) for block in tables.blocks], dtype=int)
+    return tables.choice(columns, away or {})
+
+
+def delay(problem: Problem, choice: Choice, seconds: float) -> float:
+    """Return the factor of copies' time with which a choice takes ``seconds`` a step, between 1 and 16."""
+    low, high = 1.0, 16.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        slower = evaluate(replace(problem, bandwidth=problem.bandwidth / middle), choice.modes, choice.away)
+        low, high = (middle, high) if slower.seconds < seconds else (low, middle)
+    return low
+
+
+def solve(problem: Problem, *, highs: bool | None = None) -> Choice:
+    """Return the fastest choice that fits.
+
+    Args:
+        problem: the tables.
+        highs: whether to use HiGHS; by default if `highspy` is installed.
+
+    Raises:
+        BudgetError: no choice fits; names the missing bytes.
+    """
+    tables = _Tables(problem)
+    choice = _chosen(tables, highs)
+    if choice is not None:
+        return choice
+    nearest = closest(problem, highs=highs)
+    device, host = _missing(problem, nearest)
+    words = [
+        f"{format_bytes(size)} {place}" for size, place in ((device, "on the device"), (host, "on the host")) if size
+    ]
+    needed, available = (nearest.peak, problem.budget) if device else (nearest.host, problem.host or 0)
+    raise BudgetError(f"no choice for the blocks fits: it lacks {' and '.join(words)}", needed, available)
+
+
+def closest(problem: Problem, *, highs: bool | None = None) -> Choice:
+    """Return the choice that lacks least bytes; arguments are those of `solve`."""
+    tables = _Tables(problem)
+    found = _by_highs(tables, shortage=True) if _has_highs(highs) else None
+    return tables.choice(*(found or _by_search(tables)))
+
+
+def _chosen(tables: _Tables, highs: bool | None) -> Choice | None:
+    """Return the fastest choice that fits, or None; HiGHS improves the choice that a search finds."""
+    found = _by_search(tables, 1 if _has_highs(highs) else _IMPROVED)
+    best = tables.choice(*found) if tables.fits(*found) else None
+    problem, budget = tables.problem, tables.problem.budget
+    for _ in range(2 if _has_highs(highs) else 0):
+        found_by_highs = _by_highs(tables)
+        if found_by_highs is None:
+            break
+        choice = tables.choice(*found_by_highs)
+        if choice.peak <= budget:
+            return choice if best is None or choice.seconds < best.seconds else best
+        # the solution exceeds the budget by the tolerance of floating-point numbers
+        tables.problem = replace(problem, budget=tables.problem.budget - (choice.peak - budget))
+    return best
+
+
+def _has_highs(highs: bool | None) -> bool:
+    return is_installed("highspy") if highs is None else highs
+
+
+def _missing(problem: Problem, choice: Choice) -> tuple[int, int]:
+    host = 0 if problem.host is None else choice.host - problem.host
+    return max(0, choice.peak - problem.budget), max(0, host)
+
+
+# --- by HiGHS ---
+
+
+class _Program:
+    """A mixed-integer linear program under construction; rows are ``sum(coefficients) <= upper``."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.upper: list[float] = []
+        self.whole: list[int] = []
+        self.rows: list[tuple[float, float, dict[int, float]]] = []
+
+    def variable(self, cost: float = 0.0, upper: float = float("inf"), *, whole: bool = False) -> int:
+        self.cost.append(cost)
+        self.upper.append(upper)
+        if whole:
+            self.whole.append(len(self.cost) - 1)
+        return len(self.cost) - 1
+
+    def at_most(self, terms: Mapping[int, float], upper: float) -> None:
+        self.rows.append((-float("inf"), upper, dict(terms)))
+
+    def equal(self, terms: Mapping[int, float], value: float) -> None:
+        self.rows.append((value, value, dict(terms)))
+
+    def solved(self) -> Any:
+        """Return the values of the variables, or None if there is no solution."""
+        import highspy
+
+        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        options: dict[str, Any] = {
+            "output_flag": False,
+            "mip_rel_gap": GAP,
+            "time_limit": LIMIT_S,
+            "random_seed": 0,
+            "threads": 1,
+            "primal_feasibility_tolerance": 1e-9,
+            "mip_feasibility_tolerance": 1e-9,
+        }
+        for name, value in options.items():
+            solver.setOptionValue(name, value)
+        count = len(self.cost)
+        solver.addVars(count, np.zeros(count), np.array(self.upper))
+        solver.changeColsCost(count, np.arange(count, dtype=np.int32), np.array(self.cost))
+        kinds = np.full(len(self.whole), highspy.HighsVarType.kInteger)
+        solver.changeColsIntegrality(len(self.whole), np.array(self.whole, dtype=np.int32), kinds)
+        for lower, upper, terms in self.rows:
+            columns, values = np.array(list(terms), dtype=np.int32), np.array(list(terms.values()))
+            solver.addRow(lower, upper, len(terms), columns, values)
+        solver.run()
+        if solver.getInfo().primal_solution_status != 2:  # kSolutionStatusFeasible
+            return None
+        return np.array(solver.getSolution().col_value)
+
+
+def _by_highs(tables: _Tables, *, shortage: bool = False) -> tuple[Any, dict[str, float]] | None:
+    program, chosen, away = _program(tables, shortage=shortage)
+    values = program.solved()
+    if values is None:
+        return None
+    columns = np.array([max(options, key=lambda mode: values[options[mode]]) for options in chosen], dtype=int)
+    unit = _unit(tables.problem)
+    return columns, {name: float(values[each] * unit) for name, each in away.items() if values[each] * unit >= 1}
+
+
+def _unit(problem: Problem) -> float:
+    """Return the bytes in which the program counts, so that its numbers are near 1."""
+    return float(max(problem.budget, problem.base, 1))
+
+
+def _program(tables: _Tables, *, shortage: bool) -> tuple[_Program, list[dict[int, int]], dict[str, int]]:
+    """Return the program, the variables of each block's modes, and those of movables.
+
+    Args:
+        tables: the problem.
+        shortage: whether to find the least missing bytes instead of the least seconds.
+    """
+    problem, program = tables.problem, _Program()
+    unit, time = _unit(problem), 0.0 if shortage else 1.0
+    lacks = [program.variable(1.0, float("inf") if shortage else 0.0) for _ in range(2)]  # on the device, on the host
+    of_block = [np.flatnonzero(tables.block_of == number) for number in range(len(tables.blocks))]
+    chosen: list[dict[int, int]] = []
+    for number, calls in enumerate(of_block):
+        options = {}
+        for mode in np.flatnonzero(tables.allowed[number]):
+            seconds = (tables.forward_s + tables.backward_s)[calls, mode].sum() + tables.prices[number, mode]
+            options[int(mode)] = program.variable(time * float(seconds), 1.0, whole=True)
+        program.equal(dict.fromkeys(options.values(), 1.0), 1.0)
+        chosen.append(options)
+
+    away: dict[str, int] = {}
+    base: dict[int, float] = {}
+    for name, movable in problem.movables.items():
+        away[name] = program.variable(0.0, movable.bytes / unit)
+        any_away = program.variable(0.0, 1.0, whole=True)
+        program.at_most({away[name]: 1.0, any_away: -movable.bytes / unit}, 0.0)
+        base[away[name]], base[any_away] = -1.0, movable.buffers / unit
+
+    def terms(table: Any, call: int) -> Iterator[tuple[int, float]]:
+        for mode, variable in chosen[tables.block_of[call]].items():
+            if value := table[call, mode]:
+                yield variable, float(value)
+
+    def memory(calls: Iterator[tuple[int, float]] | list[tuple[int, float]], room: float) -> None:
+        row = {lacks[0]: -1.0, **base}
+        for variable, value in calls:
+            row[variable] = row.get(variable, 0.0) + value / unit
+        program.at_most(row, room / unit)
+
+    def total(alive: int | None) -> list[tuple[int, float]]:
+        return [] if alive is None else [(alive, unit)]
+
+    def after(alive: int | None, call: int) -> int:
+        """Return a variable for the kept bytes, with those of a call."""
+        total = program.variable()
+        row = {total: -1.0, **({} if alive is None else {alive: 1.0})}
+        for variable, value in terms(tables.kept, call):
+            row[variable] = value / unit
+        program.equal(row, 0.0)
+        return total
+
+    room = problem.budget - problem.base
+    alive: int | None = None
+    for call in range(len(problem.calls)):
+        memory([*total(alive), *terms(tables.forward, call)], room)
+        alive = after(alive, call)
+    memory(total(alive), room - problem.between)
+    alive = None
+    for call in reversed(problem.order):
+        alive = after(alive, call)
+        memory([*total(alive), *terms(tables.backward, call)], room)
+    memory([], problem.budget - problem.step)
+    copied = [term for call in range(len(problem.calls)) for term in terms(tables.copied, call)]
+    if problem.host is not None:
+        row = {lacks[1]: -1.0, **dict.fromkeys(away.values(), 1.0)}
+        for variable, value in copied:
+            row[variable] = row.get(variable, 0.0) + value / unit
+        program.at_most(row, problem.host / unit)
+
+    exposed = {phase: program.variable(time) for phase in PHASES}  # seconds of copies beyond those of operators
+    for phase, way in product(PHASES, (UP, DOWN)):
+        row = {
+            away[name]: passes * unit / problem.bandwidth
+            for name, each in problem.movables.items()
+            if (passes := each.passes.get((phase, way), 0))
+        }
+        if (phase, way) in ((FORWARD, DOWN), (BACKWARD, UP)):
+            for call in range(len(problem.calls)):
+                for variable, value in terms(tables.on_bus, call):
+                    row[variable] = row.get(variable, 0.0) + value / problem.bandwidth
+        if not row:
+            continue
+        row[exposed[phase]] = -1.0
+        table = {FORWARD: tables.forward_s, BACKWARD: tables.backward_s}.get(phase)
+        for call in range(len(problem.calls)) if table is not None else ():
+            for variable, value in terms(table, call):
+                row[variable] = row.get(variable, 0.0) - value
+        program.at_most(row, problem.other_s.get(phase, 0.0))
+    return program, chosen, away
+
+
+# --- by a search ---
+
+
+def _by_search(tables: _Tables, improved: int = _IMPROVED) -> tuple[Any, dict[str, float]]:
+    """Return the best choice of a search by a price per byte, improved block by block; if none fits, the nearest.
+
+    Under a price, each block takes the mode that is cheapest in seconds and bytes. The least price that fits gives a
+    choice for equal and unequal blocks alike; then single blocks take a faster mode as long as it fits.
+    """
+    problem = tables.problem
+    shares = [[size / _PARTS * each.bytes for size in range(_PARTS + 1)] for each in problem.movables.values()]
+    starts: list[tuple[Any, dict[str, float]]] = []
+    for sizes in product(*shares):
+        away = {name: size for name, size in zip(problem.movables, sizes, strict=True) if size}
+        for weight in (0.0, 1.0) if tables.copied.any() else (0.0,):
+            starts.append((_priced(tables, away, weight), away))
+    starts.sort(key=lambda start: tables.rank(*start))
+    ends = [(_improved(tables, *start), start[1]) for start in starts[:improved]]
+    columns, away = min(ends, key=lambda each: tables.rank(*each))
+    return columns, _brought_back(tables, columns, away)
+
+
+def _priced(tables: _Tables, away: Mapping[str, float], weight: float) -> Any:
+    """Return the modes under the least price per byte that fits, or those that keep least if none does."""
+    blocks = range(len(tables.blocks))
+
+    def summed(table: Any) -> Any:
+        return np.array([table[tables.block_of == block].sum(axis=0) for block in blocks])
+
+    seconds = (
+        summed(tables.forward_s + tables.backward_s) + weight * 2 * summed(tables.on_bus) / tables.problem.bandwidth
+    )
+    seconds = np.where(tables.allowed, seconds, np.inf)
+    kept = summed(tables.kept)
+    ratios = {0.0}
+    for block in blocks:
+        modes = np.flatnonzero(tables.allowed[block])
+        for one, other in product(modes, modes):
+            if kept[block, one] > kept[block, other]:
+                ratio = (seconds[block, other] - seconds[block, one]) / (kept[block, one] - kept[block, other])
+                ratios.add(max(float(ratio) * (1 + 1e-9), 0.0))
+    prices = sorted(ratios)
+
+    def at(price: float) -> Any:
+        return np.argmin(np.where(tables.allowed, seconds + price * kept, np.inf), axis=1)
+
+    low, high = 0, len(prices) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if tables.fits(at(prices[middle]), away) else (middle + 1, high)
+    return at(prices[low])
+
+
+def _improved(tables: _Tables, columns: Any, away: Mapping[str, float]) -> Any:
+    """Return a choice that no other mode of a block improves, from the last block on; of few blocks, of two blocks."""
+    rank, count = tables.rank(columns, away), len(columns)
+    modes = [np.flatnonzero(row) for row in tables.allowed]
+    ones = [((block, mode),) for block in reversed(range(count)) for mode in modes[block]]
+    twos = [one + other for one, other in combinations(ones, 2)] if count <= _PAIRS else []
+    for changes in (ones, twos, ones):
+        improved = True
+        while improved:
+            improved = False
+            for change in changes:
+                other = columns.copy()
+                for block, mode in change:
+                    other[block] = mode
+                if (now := tables.rank(other, away)) < rank:
+                    columns, rank, improved = other, now, True
+    return columns
+
+
+def _brought_back(tables: _Tables, columns: Any, away: Mapping[str, float]) -> dict[str, float]:
+    """Return the bytes on the host after as many as fit have come back to the device."""
+    left = dict(away)
+    for name in left:
+        room = tables.problem.budget - tables.peak(columns, left)
+        left[name] = max(left[name] - max(room, 0.0), 0.0)
+    return {name: size for name, size in left.items() if size}

@@ -1,0 +1,86 @@
+"""A solved plan: its tables against traces of mixed modes, and its peak against that of a real fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_solo.attach import trainer_kwargs
+from lightning_solo.planner import preset_plans
+from lightning_solo.planner.auto import configuration_of
+from lightning_solo.planner.bases import Bases
+from lightning_solo.planner.block_marks import BACKWARD, FORWARD
+from lightning_solo.planner.block_tables import block_table, problem_of
+from lightning_solo.planner.device import device
+from lightning_solo.planner.planner import Planner
+from lightning_solo.planner.rules import arrange
+from lightning_solo.planner.solved_plan import with_modes
+from lightning_solo.planner.solver import evaluate
+from lightning_solo.presets.compose import compose
+from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.units import GiB, MiB
+from tests.modules import Held
+
+NAMES = [f"blocks.{number}" for number in range(4)]
+
+
+def text(size: int) -> torch.Tensor:
+    return torch.randint(256, (size, 65), dtype=torch.uint8)
+
+
+def make(depth: int = 4) -> ByteGPT:
+    return ByteGPT(width=32, depth=depth, heads=2, context=64, warmup_steps=2)
+
+
+@pytest.mark.parametrize("on", ["cpu", pytest.param("rtx_4090", marks=pytest.mark.long)])
+def test_tables_of_equal_modes_predict_peaks_of_mixed_ones(on: str) -> None:
+    planner = Planner(make, text(4), {}, device(on), GiB)
+    base = replace(compose("baseline"), precision="32-true")
+    keep = planner.captured(arrange(base, {}))
+    traces = {"keep": keep}
+    for mode in ("products", "recompute"):
+        traces[mode] = planner.captured(arrange(with_modes(base, {mode: NAMES}), {}))
+    last = [(mark.kind, mark.block) for mark in keep.marks if mark.kind != "after"][-8:]
+    assert last == [*((FORWARD, name) for name in NAMES), *((BACKWARD, name) for name in reversed(NAMES))]
+    problem = problem_of({mode: block_table(trace, planner.device) for mode, trace in traces.items()}, GiB, None)
+    for mode, trace in traces.items():
+        assert evaluate(problem, dict.fromkeys(NAMES, mode)).peak == trace.log.peak()[0]
+    mixed = {"keep": [NAMES[1]], "products": [NAMES[2]], "recompute": [NAMES[0], NAMES[3]]}
+    real = planner.captured(arrange(with_modes(base, mixed), {}))
+    modes = {name: mode for mode, names in mixed.items() for name in names}
+    assert evaluate(problem, modes).peak == pytest.approx(real.log.peak()[0], rel=0.03)
+    kept, again = problem.calls[0].options["keep"], problem.calls[0].options["recompute"]
+    assert again.kept < problem.calls[0].options["products"].kept < kept.kept
+    assert again.backward_s > kept.backward_s
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("budget_mib", [11, 14, 18])
+def test_solved_plan_counts_as_planned_and_is_no_slower_than_presets(budget_mib: int) -> None:
+    module = ByteGPT(width=64, depth=6, heads=2, context=64, warmup_steps=2)
+    batch = text(16)
+    names = ["baseline", "checkpointing", "checkpointing_selective"]
+    bases = Bases({"baseline": replace(compose("baseline"), precision="32-true")}, None)
+    configs = {name: replace(compose(name), precision="32-true") for name in names}
+    plans = preset_plans.plan(
+        module, batch, presets=configs, device="cpu", budget=budget_mib * MiB, bases=bases, timeout_s=600
+    )
+    assert isinstance(plans, list)
+    by_name = {plan.preset: plan for plan in plans}
+    solved = by_name["solved"]
+    assert solved.verdict == "fits"
+    assert all(solved.seconds_per_step <= plan.seconds_per_step * 1.02 for plan in plans if plan.verdict == "fits")
+    config = configuration_of(solved)
+    (checkpointing,) = [chosen for chosen in config.techniques if chosen.card.name == "activation_checkpointing"]
+    assert len(checkpointing.settings.modes) > 1, "blocks differ"
+    watch = Held()
+    arguments = trainer_kwargs(solved.configuration, callbacks=[watch])
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    fit: Any = L.Trainer(accelerator="cpu", max_steps=3, enable_model_summary=False, **{**arguments, **quiet})
+    fit.fit(module, DataLoader([batch] * 8, batch_size=None))
+    assert watch.peak_bytes == pytest.approx(solved.peak_bytes, rel=0.03)

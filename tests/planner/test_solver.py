@@ -1,0 +1,174 @@
+"""The solver against every choice, and against random ones; what it says if nothing fits. Pure tables, no torch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from lightning_solo.errors import BudgetError
+from lightning_solo.planner.solver import Call, Choice, Movable, Option, Problem, closest, delay, evaluate, solve
+from tests.messages import mentions
+
+UP, DOWN = ("backward", "up"), ("backward", "down")
+
+
+def unequal(count: int, seed: int, states: int = 0, equal: bool = False) -> Problem:
+    """Return a problem of blocks with random bytes and seconds, as those of a U-Net differ."""
+    draw = random.Random(seed)
+    calls = []
+    for number in range(count):
+        if number == 0 or not equal:
+            seconds, kept, given = draw.uniform(1, 4), draw.randint(20, 200), draw.randint(2, 8)
+            working = kept + draw.randint(0, 20)
+            options = {
+                "keep": Option(kept, kept + 5, draw.randint(0, 30), seconds, 2 * seconds),
+                "products": Option(kept * 6 // 10, kept, kept // 2, seconds, 2.1 * seconds),
+                "recompute": Option(given, kept // 2, working, seconds, 3 * seconds),
+                "host_input": Option(0, kept // 2, working + given, seconds, 3 * seconds, given),
+                "offload": Option(kept // 10, kept // 3, kept, seconds, 2 * seconds, kept - kept // 10),
+            }
+        calls.append(Call(f"blocks.{number}", options))
+    movables = {"states": Movable(states, states // 20, {UP: 1, DOWN: 1})} if states else {}
+    order = [*reversed(range(count))]
+    return Problem(calls, order, 1000, 60, 1020, {"forward": 2.0, "step": 1.0}, 0, None, movables, draw.choice([9, 40]))
+
+
+def within(problem: Problem, share: float, host: int | None = None) -> Problem:
+    """Return the problem with a budget between the least and the most that its blocks take."""
+    small = [mode for mode in ("recompute", "host_input") if mode in problem.calls[0].options]
+    least = min(evaluate(problem, dict.fromkeys(problem.options, mode)).peak for mode in small)
+    most = evaluate(problem, dict.fromkeys(problem.options, "keep")).peak
+    return replace(problem, budget=int(least + share * (most - least)), host=host)
+
+
+def every(problem: Problem) -> list[Choice]:
+    return [
+        evaluate(problem, dict(zip(problem.options, modes, strict=True)))
+        for modes in itertools.product(*problem.options.values())
+    ]
+
+
+def feasible(problem: Problem, choice: Choice) -> bool:
+    return choice.peak <= problem.budget and (problem.host is None or choice.host <= problem.host)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("highs", [True, False], ids=["highs", "search"])
+def test_choice_is_the_fastest_of_all(seed: int, highs: bool) -> None:
+    problem = unequal(4, seed)
+    choices = every(problem)
+    for share, host in ((0.1, None), (0.5, 40), (0.8, None)):
+        limited = within(problem, share, host)
+        best = min(choice.seconds for choice in choices if feasible(limited, choice))
+        found = solve(limited, highs=highs)
+        assert feasible(limited, found)
+        assert found == evaluate(limited, found.modes)
+        assert best * (1 - 1e-9) <= found.seconds <= best * (1.005 if highs else 1.02)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("states", [0, 400])
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.75])
+@pytest.mark.parametrize("highs", [True, False], ids=["highs", "search"])
+def test_no_random_plan_is_faster(share: float, states: int, highs: bool) -> None:
+    for seed in range(3):
+        problem = within(unequal(12, seed, states), share)
+        draw, best, tried = random.Random(seed), float("inf"), 0
+        while tried < 500:
+            weights = [draw.random() ** 3 for _ in range(5)]  # some plans lean to one mode
+            modes = {block: draw.choices(options, weights)[0] for block, options in problem.options.items()}
+            away = {"states": draw.choice([0, 100, 200, 300, 400])} if states else {}
+            choice = evaluate(problem, modes, away)
+            if not feasible(problem, choice):
+                continue
+            tried, best = tried + 1, min(best, choice.seconds)
+        begin = time.monotonic()
+        assert solve(problem, highs=highs).seconds <= 1.02 * best, f"against {best} of {tried}"
+        assert time.monotonic() - begin < 60  # a runaway search, not a figure
+
+
+def test_equal_blocks_are_solved_by_their_number() -> None:
+    problem = within(unequal(40, 1, equal=True), 0.5)
+    by_highs, by_search = solve(problem, highs=True), solve(problem, highs=False)
+    assert by_search.seconds <= 1.01 * by_highs.seconds
+    assert by_highs.seconds <= 1.006 * by_search.seconds
+
+
+def test_everything_is_kept_if_it_fits() -> None:
+    problem = within(unequal(6, 5, 300), 1.0)
+    for highs in (True, False):
+        choice = solve(problem, highs=highs)
+        assert set(choice.modes.values()) == {"keep"}
+        assert choice.away == {}
+
+
+@pytest.mark.parametrize("highs", [True, False], ids=["highs", "search"])
+def test_missing_bytes_are_named_if_nothing_fits(highs: bool) -> None:
+    problem = unequal(4, 2)
+    least = min(choice.peak for choice in every(problem))
+    with pytest.raises(BudgetError, match=mentions("10 B on the device")) as caught:
+        solve(replace(problem, budget=least - 10), highs=highs)
+    assert (caught.value.needed, caught.value.available) == (least, least - 10)
+    assert closest(replace(problem, budget=least - 10), highs=highs).peak == least
+
+
+def test_missing_bytes_of_the_host_are_named() -> None:
+    problem = within(unequal(4, 2, 300), 0.0, host=0)
+    low = replace(problem, budget=problem.budget - 100)  # only states on the host would make room
+    with pytest.raises(BudgetError, match=mentions("on the host")):
+        solve(low)
+    assert feasible(replace(low, host=400), solve(replace(low, host=400)))
+
+
+def test_states_leave_before_blocks_are_recomputed_if_their_copies_are_hidden() -> None:
+    every_mode = unequal(6, 3, 300)
+    calls = [replace(call, options={m: call.options[m] for m in ("keep", "recompute")}) for call in every_mode.calls]
+    problem = within(replace(every_mode, calls=calls, bandwidth=1e6), 0.5, host=10**6)
+    problem = replace(problem, budget=problem.budget - 100)
+    assert solve(problem).away["states"] > 0
+    assert solve(problem, highs=False).away["states"] > 0
+    problem = replace(problem, budget=problem.budget + 100)
+    slow = replace(problem, bandwidth=1e-3)
+    assert solve(slow).away == {}
+    assert solve(slow, highs=False).away == {}
+
+
+def test_calls_of_one_block_have_one_mode() -> None:
+    one = unequal(4, 7)
+    shared = replace(one, calls=[replace(call, block="shared") for call in one.calls])
+    assert set(shared.options) == {"shared"}
+    limited = replace(shared, budget=evaluate(shared, {"shared": "recompute"}).peak)
+    assert solve(limited).modes["shared"] in ("recompute", "host_input", "offload")
+
+
+def test_every_blocks_backward_is_within_the_budget() -> None:
+    """The largest block is the first, so its recomputation meets what is left of all others' at the end of backward."""
+    small, large = Option(10, 10, 5, 1, 2), Option(100, 100, 5, 1, 2)
+    calls = [
+        Call("large", {"keep": large, "recompute": Option(0, 60, 190, 1, 3)}),
+        Call("small", {"keep": small, "recompute": Option(0, 10, 12, 1, 3)}),
+    ]
+    problem = Problem(calls, [1, 0], 0, 5, 0, {}, 150)
+    assert evaluate(problem, {"large": "recompute", "small": "keep"}).peak == 190
+    assert solve(problem).modes == {"large": "keep", "small": "keep"}
+    assert solve(replace(problem, budget=114)).peak <= 114  # 100 + 10 + 5 at the end of forward exceed it
+
+
+def test_delay_makes_copies_take_as_long_as_measured() -> None:
+    problem = unequal(4, 1)
+    choice = evaluate(problem, dict.fromkeys(problem.options, "offload"))
+    factor = delay(problem, choice, 3 * choice.seconds)
+    slower = evaluate(replace(problem, bandwidth=problem.bandwidth / factor), choice.modes)
+    assert slower.seconds == pytest.approx(3 * choice.seconds, rel=0.01)
+    assert delay(problem, choice, 0.0) == pytest.approx(1, rel=0.01)
+
+
+def test_solver_needs_no_torch() -> None:
+    code = "import sys, lightning_solo.planner.solver; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
