@@ -161,7 +161,8 @@ class _Search:
         if not producers and not matrices:
             return "its input isn't computed by a layer"
         sources = [*(each.name for each in producers), *map(self._path, matrices)]
-        if not matrices and (reason := self._read_elsewhere(call, sources)):
+        has_own = any(self.readers[self._path(p)] == {call.name} for p in matrices)  # as torch's attention
+        if not has_own and (reason := self._read_elsewhere(call, sources)):  # a probe of a residual stream is slow
             return reason
         probe = _Probe(call, producers, leaves)
         inputs = call.x.shape[call.axis]
@@ -175,9 +176,9 @@ class _Search:
 
     def _read_elsewhere(self, call: _Call, sources: list[str]) -> str | None:
         """Return why a layer's inputs stay that are computed by layers and parameters, if others use these too."""
-        for source in sources:
-            if others := sorted(self.readers[source] - {call.name}):
-                return f"its input is computed by {source}, whose output {others[0]} reads too"
+        others = {reader for source in sources for reader in self.readers[source]} - {call.name}
+        if last := [name for name in (*self.layers, "the loss") if name in others][-1:]:  # one for a whole stream
+            return f"input from a source that {last[0]} reads too"
         return None
 
     def _run_lengths(self, call: _Call, inputs: int) -> list[int]:

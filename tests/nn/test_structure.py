@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
+from lightning_solo.nn import structure_search
 from lightning_solo.nn.pruned_layers import keep_head_width
 from lightning_solo.nn.structure import CHANNELS, HEADS, Structure, remove
 from lightning_solo.nn.structure_checks import checked
@@ -255,6 +256,24 @@ def test_other_inputs_are_left_out_with_a_reason(name: str) -> None:
     findings = find_structures(*of(make()))
     assert findings.structures == []
     assert word in findings.left_out[layer]
+
+
+def test_readers_of_a_residual_stream_are_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[str] = []
+    units = structure_search._Probe.units
+    monkeypatch.setattr(structure_search._Probe, "units", lambda p, n: (probed.append(p.call.name), units(p, n))[1])
+    net, step = language_model("Llama")  # whose stream begins at a table that each layer's input depends on
+    findings = find_structures(net, step)
+    layer = "model.layers.0"
+    assert {*probed} == {f"{layer}.self_attn.o_proj", f"{layer}.mlp.down_proj"}
+    assert "lm_head" in findings.left_out[f"{layer}.mlp.up_proj"]
+
+
+def test_heads_of_cross_attention_are_found_where_those_of_self_attention_share_positions() -> None:
+    net = small_model("T5", "ForConditionalGeneration")
+    heads = [each.layer for each in find_structures(net, lambda: net(**small_batch()).loss).structures]
+    assert "decoder.block.0.layer.1.EncDecAttention.o" in heads
+    assert "decoder.block.0.layer.0.SelfAttention.o" not in heads
 
 
 def test_a_forward_with_its_own_number_of_heads_is_refused_by_its_error() -> None:
