@@ -22,7 +22,7 @@ from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.timeline import COMPUTE, busy
 
 PRESET = "stream_checkpointing"
-OVERRIDES = ["+callback=[chunked_cross_entropy,fused_kernels]", "callback.chunked_cross_entropy.chunk_tokens=2048"]
+CHUNK = "callback.chunked_cross_entropy.chunk_tokens"
 
 
 def main() -> None:
@@ -33,9 +33,11 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192], help="of a step")
     parser.add_argument("--sequence", type=int, default=4096, help="tokens of a sequence, or fewer in a small step")
     parser.add_argument("--half", action="store_true", help="copies to the device at half speed while others run back")
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens whose logits exist at a time")
     parser.add_argument("--overrides", nargs="+", default=[], help="of the preset")
     parser.add_argument("--clip", action="store_true", help="by the norm of all gradients")
     given = parser.parse_args()
+    chunks = ["+callback=[chunked_cross_entropy,fused_kernels]", f"{CHUNK}={given.chunk}"]
     for model in given.models:
         for tokens in given.tokens:
             sequence = min(given.sequence, tokens)
@@ -46,7 +48,7 @@ def main() -> None:
                     device = replace(device, host_bandwidth_both=[device.host_bandwidth / 2, device.host_bandwidth])
                 plan = solo.plan(
                     partial(LanguageModel, model, torch.bfloat16), batch, preset=PRESET,
-                    overrides=[*OVERRIDES, *given.overrides], device=device, host_memory=HOST, timeout_s=7200,
+                    overrides=[*chunks, *given.overrides], device=device, host_memory=HOST, timeout_s=7200,
                     trainer={"gradient_clip_val": 1.0} if given.clip else {},
                     budget="1GiB",  # no other batch sizes are traced
                 )  # fmt: skip

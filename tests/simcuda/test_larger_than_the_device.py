@@ -56,7 +56,7 @@ def trained(preset: str, folder: Path, width: int, blocks: int) -> tuple[int, li
     """Return the number of parameters, the losses of two steps, and a hash of each weight after them."""
     torch.manual_seed(0)
     module, losses = Deep(width, blocks), []
-    loss_of = L.pytorch.callbacks.LambdaCallback(
+    loss_of = L.callbacks.LambdaCallback(
         on_train_batch_end=lambda trainer, module, outputs, *_: losses.append(float(outputs["loss"]))
     )
     kwargs = {"accelerator": "cuda", **solo.trainer_kwargs(preset, callbacks=[loss_of])}
