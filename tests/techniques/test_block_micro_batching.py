@@ -12,10 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_solo.errors import ConflictError
 from lightning_solo.memory.ledger import Ledger, saved_for_backward
+from lightning_solo.nn.blocks import named_blocks
 from lightning_solo.nn.forwards import ATTRIBUTES, restore_forwards
+from lightning_solo.planner.device import device
+from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.activation_offloading.technique import ActivationOffloading
@@ -25,9 +29,10 @@ from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.frozen_streaming.technique import FrozenStreaming
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.weights_on_host.technique import WeightsOnHost
+from lightning_solo.units import GiB
 from tests.conftest import long
 from tests.messages import mentions
-from tests.modules import Block, Stack, loader, regression
+from tests.modules import Block, Held, Stack, loader, regression
 from tests.training import equal
 
 WIDTH, HEADS, LENGTH, TERMS = 8, 2, 6, 192
@@ -385,6 +390,66 @@ def test_a_fit_leaves_no_trace_and_a_failing_one_neither(make_trainer: Any) -> N
     fails.copy(torch.randn(4, 8)).sum().backward()
     restore_forwards(fails.copy.modules(), Splitting)
     assert all(ATTRIBUTES.isdisjoint(vars(each)) for each in fails.copy.modules())
+
+
+@pytest.mark.long
+@pytest.mark.cpu_only("it plans for it")
+def test_a_plan_counts_one_micro_batch_in_a_block(make_trainer: Any) -> None:
+    def module() -> Any:
+        torch.manual_seed(0)
+        return regression(L, Stack(4, 16))
+
+    (batch,) = loader(1, batch_size=64, width=16)
+    planner, peaks = Planner(module, batch, {}, device("cpu"), GiB), []
+    for number in (1, 4):
+        callback = {"block_micro_batching": {"micro_batches": number}}
+        plan = planner.plan("tried", compose({"precision": "32-true", "callback": callback}))
+        held = Held()
+        make_trainer(L, callbacks=[BlockMicroBatching(micro_batches=number), held]).fit(
+            module(), DataLoader([batch] * 4, batch_size=None)
+        )
+        assert plan.peak_bytes == held.peak_bytes
+        peaks.append(plan.peak_bytes)
+    hidden = 64 * 16 * 4
+    assert peaks[1] < peaks[0] - 2 * 4 * hidden * 3 // 4 + 2 * hidden  # of `up` and relu
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("samples", [4, 5])  # of 5 tokens
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "bloom", "mixtral"])
+def test_models_of_transformers(kind: str, samples: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    small: dict[str, Any] = {
+        "vocab_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    configs = {
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=4, n_positions=8),
+        "t5": lambda: transformers.T5Config(vocab_size=32, d_model=16, d_kv=4, num_heads=4, d_ff=32, dropout_rate=0.0),
+        "bloom": lambda: transformers.BloomConfig(vocab_size=32, hidden_size=16, n_layer=2, n_head=4),
+        "mixtral": lambda: transformers.MixtralConfig(
+            **small, hidden_size=16, intermediate_size=32, num_local_experts=4, output_router_logits=True
+        ),
+    }
+    config = configs[kind]()
+    config.decoder_start_token_id = 0
+    automatic = transformers.AutoModelForSeq2SeqLM if kind == "t5" else transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    whole = automatic.from_config(config).train()
+    for part in whole.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    parts = copy.deepcopy(whole)
+    splittings = split_blocks(named_blocks(parts), 4)
+    ids, mask = torch.randint(32, (samples, 5)), torch.ones(samples, 5, dtype=torch.long)
+    mask[1, -2:] = 0  # its batch dimension, with that of the tokens alike in one case
+    for model in (parts, whole):
+        model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    assert {splitting.most for splitting in splittings.values()} == {-(-samples // -(-samples // 4))}
+    for got, expected in zip(parts.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-4, atol=1e-6)
 
 
 # --- what is refused, and what is said ---

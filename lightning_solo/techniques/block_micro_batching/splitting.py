@@ -6,6 +6,7 @@ to a block once. It runs the micro-batches in reverse, and then has the block's 
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -134,6 +135,7 @@ class Splitting:
             attempt(partial(self._check, block, original, given, max(2, ranges[0][1]), size))
             self.is_checked = True
         sizes = [last - start for start, last in ranges]
+        recorded = {name: (items, len(items)) for name, items in _recorded().items()}
         sums, outputs, made = BlockSums(block), [], []
         for part in self._parts(given, self._dims(tensors, size), sizes, size):
             start = next_node() if self.returned is not None else 0
@@ -141,6 +143,8 @@ class Splitting:
                 outputs.append(run_recomputed(block, self.wrap, original, *_arguments(part)))
             made.append(range(start, next_node()) if self.returned is not None else range(0))
         output = self._join(block, outputs, sizes)
+        for items, before in recorded.values():
+            items[before:] = self._joined_records(items[before:], sizes)
         if self.returned is not None:
             self.returned.note(self, block, made, given, output)
         return output
@@ -198,6 +202,15 @@ class Splitting:
             return first if dim is None else torch.cat(values, dim)
 
         return map_leaves(outputs[0], join)
+
+    def _joined_records(self, items: list[Any], sizes: list[int]) -> list[Any]:
+        """Return what a hook has recorded in each of the micro-batches as what it would record in the whole batch."""
+        each, rest = divmod(len(items), len(sizes))
+        if rest or not all(isinstance(item, Tensor) for item in items):
+            return items
+        values = [items[number::each] for number in range(each)]
+        dims = [self._joined_dim(value, sizes) for value in values]
+        return [value[0] if dim is None else torch.cat(value, dim) for value, dim in zip(values, dims, strict=True)]
 
     def _joined_dim(self, values: list[Tensor], sizes: list[int]) -> int | None:
         """Return the dimension along which the outputs of micro-batches are joined, by their shapes."""
@@ -344,6 +357,13 @@ def _arguments(given: Mapping[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return arguments by position and by name."""
     args = [value for name, value in given.items() if isinstance(name, int)]
     return args, {name: value for name, value in given.items() if not isinstance(name, int)}
+
+
+def _recorded() -> dict[str, list[Any]]:
+    """Return the lists in which hooks of transformers record results inside blocks, such as a router's logits."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    return {name: items for name, items in ((collector and collector.get()) or {}).items() if isinstance(items, list)}
 
 
 def _is_equal(one: Any, other: Any) -> bool:
