@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,7 @@ from lightning_solo.planner.kernels import (
     planned_offloading,
     planned_rings,
 )
+from lightning_solo.planner.operator_cache import Known
 from lightning_solo.planner.optimizer_rules import choose_foreach, fill_history
 from lightning_solo.planner.tracer import Cost, Tracer
 from lightning_solo.seams.homes import home_of, quiet
@@ -57,6 +59,8 @@ OWN_ARGUMENTS = {
     "enable_model_summary": False,
 }
 """Arguments of the Trainer of every trace."""
+MOST_KNOWN = 20_000
+"""Results of operators that are kept for further traces; one takes about a kilobyte."""
 
 
 @dataclass
@@ -114,15 +118,15 @@ def capture(
             LSTM on fake tensors of a CPU.
     """
     with ExitStack() as stack:
-        stack.enter_context(quiet())
-        mode = fake_mode() if fake else None
+stack.enter_context(quiet())
+        mode, known = _shared(cuda) if fake else (None, None)
         by_hand = stack.enter_context(CudaByHand(allowed=cuda))
         if mode is None:
             module = make()
             to_random(module)
         else:
             module = built_without_data(make, mode)
-        tracer = Tracer(module, fake=fake, cuda=cuda)
+        tracer = Tracer(module, fake=fake, cuda=cuda, known=known)
         if fake:
             _check_recurrent_layers(module, tracer)
         stack.enter_context(known_numbers())
@@ -152,7 +156,10 @@ def capture(
             stack.enter_context(copied_by_clone())
         stack.enter_context(_collected_at_steps())
         stack.enter_context(tracer)
-        trainer.fit(module, loader)
+        try:
+            trainer.fit(module, loader)
+        except SetUpDone:
+            return Trace(tracer.log, [], [], [], sizes=sizes_of(module))
         del tracer.log.events[watch.events :]  # what is undone after training is on the host
         if by_hand.used:
             tracer.assume("tensors that the module puts on a CUDA device by hand are on the planned device")
@@ -163,6 +170,19 @@ def capture(
         assumptions, sizes = list(tracer.assumptions), sizes_of(module)
         host_bytes = tracer.host_peak_bytes
         return Trace(tracer.log, tracer.phases, tracer.costs, tracer.steps, assumptions, host_bytes, sizes, marks.marks)
+
+
+@functools.cache
+def _shared_by(cuda: bool) -> tuple[FakeTensorMode, Known]:
+    return fake_mode(), {}
+
+
+def _shared(cuda: bool) -> tuple[FakeTensorMode, Known]:
+    """Return the mode of this process's traces of a kind of device, and the results of operators in earlier ones."""
+    mode, known = _shared_by(cuda)
+    if len(known) > MOST_KNOWN:
+        known.clear()
+    return mode, known
 
 
 def _cloned(move: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,6 +214,10 @@ class Loader:
 
     def __len__(self) -> int:
         return 10_000
+
+
+class SetUpDone(Exception):  # noqa: N818 - not an error
+    """Raised by a callback to end a trace before its first step, with the storages that exist by then."""
 
 
 class _Watch(Callback):

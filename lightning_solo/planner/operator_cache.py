@@ -27,11 +27,12 @@ class OperatorCache:
 
     Args:
         run: returns (result, its cost) of an operator; both may depend on metadata only.
+        known: results of earlier caches with the same mode and kernels.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, known: Known | None = None) -> None:
         self._run = run
-        self._known: dict[tuple[Any, ...], tuple[type, list[_Output], Any]] = {}
+        self._known: Known = {} if known is None else known
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Return (result, cost) of an operator."""
@@ -177,3 +178,7 @@ def _rebuilt(output: _Output, tensors: Sequence[Tensor]) -> Any:
     torch._C._set_throw_on_mutable_data_ptr(result)
     vars(result).update(attributes)
     return result
+
+
+Known = dict[tuple[Any, ...], tuple[type, list[_Output], Any]]
+"""Results of a cache, by the metadata of calls."""

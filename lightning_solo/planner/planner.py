@@ -6,8 +6,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
+
+from lightning.pytorch.callbacks import Callback
 
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.footprint import ELEMENT_BYTES
@@ -16,13 +18,14 @@ from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.batches import examples, first_batch, sized, storage_bytes
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import Device, assumed
+from lightning_solo.planner.few_blocks import BlockTraces, FewBlocks
 from lightning_solo.planner.plan import TIGHT, Plan, verdict_of
 from lightning_solo.planner.replay import peak_allocated, replay, smallest_capacity, survives
 from lightning_solo.planner.rules import Arrangement, arrange
 from lightning_solo.planner.step_time import step_schedule, step_seconds
 from lightning_solo.planner.timeline import COMPUTE, condensed
 from lightning_solo.planner.tracer import PHASES, Cost
-from lightning_solo.planner.traces import ScalableTrace, scalable_trace
+from lightning_solo.planner.traces import FIRST_KIND, ScalableTrace, scalable_trace
 
 STATES = ("weights", "gradients", "optimizer_states")
 MOST = 2**20  # largest micro-batch that is tried
@@ -49,6 +52,10 @@ class Planner:
         self._examples = examples(self.batch)
         self.micro_batch = self.micro_batch or self._examples
         self._traces: dict[str, ScalableTrace] = {}
+
+    @cached_property
+    def _blocks(self) -> FewBlocks:
+        return FewBlocks(self.make)
 
     @property
     def _cuda(self) -> bool:
@@ -237,10 +244,20 @@ class Planner:
         if known is None or (known.alone and fits(known.trace)):  # this preset's states leave more room
             weight_bytes = ELEMENT_BYTES.get(str(arguments.get("precision")), 4)
 
-            def one(size: int, **kind: Any) -> Trace:
-                batch = sized(self.batch, self._examples, size)
+            def captured(size: int, make: Callable[[], Any], *, callback: Callback | None = None, **kind: Any) -> Trace:
                 how = {"cuda": self._cuda, "steps": arranged.steps, "moves_batches": moves_batches, **kind}
-                return capture(self.make, batch, arranged.arguments(), **how)
+                given = arranged.arguments()
+                callbacks = [*given["callbacks"], *([callback] if callback is not None else [])]
+                return capture(make, sized(self.batch, self._examples, size), {**given, "callbacks": callbacks}, **how)
+
+            blocks = BlockTraces(self._blocks, self.make)
+            if arranged.scales:  # else techniques choose by bytes, and blocks aren't treated alike
+                blocks.prepare(partial(captured, micro_batch))
+
+            def one(size: int, **kind: Any) -> Trace:
+                if kind != FIRST_KIND:
+                    return captured(size, self.make, **kind)
+                return blocks.trace(partial(captured, size), first=size == micro_batch)
 
             pair = next((other.pair for other in self._traces.values() if other.pair is not None), None)
             self._traces[key] = scalable_trace(one, self.make, micro_batch, weight_bytes, pair, arranged.scales, fits)

@@ -22,7 +22,7 @@ from lightning_solo.planner.convolutions import CONVOLUTIONS, workspaces
 from lightning_solo.planner.data_dependent_ops import DATA_DEPENDENT
 from lightning_solo.planner.fake_modules import KNOWN
 from lightning_solo.planner.index_bounds import check_indices
-from lightning_solo.planner.operator_cache import OperatorCache
+from lightning_solo.planner.operator_cache import Known, OperatorCache
 from lightning_solo.planner.timeline import COMPUTE
 
 aten = torch.ops.aten
@@ -61,9 +61,10 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         module: as `Ledger`.
         fake: whether tensors have no data.
         cuda: whether results are those of CUDA's kernels rather than the CPU's.
+        known: results of operators in earlier traces with the same mode and device.
     """
 
-    def __init__(self, module: nn.Module, *, fake: bool = True, cuda: bool = True) -> None:
+    def __init__(self, module: nn.Module, *, fake: bool = True, cuda: bool = True, known: Known | None = None) -> None:
         super().__init__(module)
         self.fake = fake
         self.cuda = cuda
@@ -71,7 +72,7 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         self.costs: list[Cost] = []
         self.phases: list[tuple[int, int, str]] = []  # (number of events before it, number of costs before it, name)
         self.steps: list[int] = []  # number of costs before the end of each optimizer step
-        self._cached = OperatorCache(self._computed)
+        self._cached = OperatorCache(self._computed, known)
 
     def assume(self, what: str) -> None:
         """Record an assumption."""

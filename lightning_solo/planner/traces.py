@@ -18,6 +18,13 @@ from lightning_solo.planner.forks import run_in_forks
 from lightning_solo.units import format_bytes
 
 SMALL = (2, 3, 4)  # micro-batches traced besides the given one; 1 may have special cases in torch
+KINDS: tuple[dict[str, Any], ...] = (
+    {"fake": True, "attention": "fused"},
+    {"fake": True, "attention": "math"},
+    {"fake": False, "attention": "math"},
+)
+"""Kinds of traces, in the order in which they are tried; the first are the defaults of `capture.capture`."""
+FIRST_KIND = KINDS[0]
 FAKE, REAL = "fake tensors", "real steps on the CPU"
 ONE_SIZE = (
     "so this plan is for its own micro-batch only, and the largest that fits is unknown; write micro_batch=8, say, to"
@@ -78,11 +85,12 @@ def scalable_trace(
         PlanError: no way works; the message says why, and how much the model states alone take.
     """
     first: Exception | None = None
-    for fake, attention in ((True, "fused"), (True, "math"), (False, "math")):
+    for kind in KINDS:
+        fake, attention = kind["fake"], kind["attention"]
         try:
             if not fake and (needed := 2 * _state_bytes(make)) > host_memory()[1]:
                 raise PlanError(f"real steps on the CPU need {format_bytes(needed)} of host memory and more")
-            one = partial(capture, fake=fake, attention=attention)
+            one = partial(capture, **kind)
             if not scales:
                 scalable = ScalableTrace(size, one(size), None, FAKE if fake else REAL)
                 scalable.trace.assumptions.append(

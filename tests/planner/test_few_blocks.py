@@ -1,0 +1,178 @@
+"""A plan from a few equal blocks is the plan from all of them, to the byte; unequal blocks are all traced."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_solo.planner import capture as capturing
+from lightning_solo.planner import few_blocks
+from lightning_solo.planner.device import device
+from lightning_solo.planner.equal_blocks import Run, equal_runs, shorten
+from lightning_solo.planner.few_blocks import FEW, FewBlocks
+from lightning_solo.planner.plan import Plan
+from lightning_solo.planner.planner import Planner
+from lightning_solo.presets.compose import compose, compose_all
+from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.units import MiB
+from tests.planner.modules import Classifier, sequences
+
+DEPTH = 8
+
+
+class Numbered(nn.Module):
+    """A block that knows its number."""
+
+    def __init__(self, layer_idx: int, width: int = 16) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.layers = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+class Stack(nn.Module):
+    """Blocks in a list, of which some may be wider; pooled."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Numbered(number, width) for number, width in enumerate(widths))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def stack(*widths: int) -> L.LightningModule:
+    return Classifier(Stack(list(widths)))
+
+
+def gpt() -> L.LightningModule:
+    return ByteGPT(width=32, depth=DEPTH, heads=2)
+
+
+def characters() -> Tensor:
+    return torch.zeros(2, 17, dtype=torch.uint8)
+
+
+def planned(
+    make: Callable[[], Any], batch: Any, preset: str, monkeypatch: pytest.MonkeyPatch, least: int, budget: int = 0
+) -> tuple[Plan, list[int]]:
+    """Return a plan, and the number of parameters of each module that is traced in this process."""
+    traced: list[int] = []
+    to_fake = capturing.built_without_data
+
+    def built(make: Callable[[], Any], mode: Any) -> Any:
+        module = to_fake(make, mode)
+        traced.append(len(list(module.parameters())))
+        return module
+
+    monkeypatch.setattr(capturing, "built_without_data", built)
+    monkeypatch.setattr(few_blocks, "LEAST", least)
+    target = device("rtx-4090")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = Planner(make, batch, {}, target, budget or target.memory_bytes).plan(preset, compose(preset))
+    monkeypatch.undo()
+    return plan, traced
+
+
+def test_plan_from_few_blocks_equals_that_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a budget in which not even one example fits: no other micro-batches are traced
+    few, short = planned(gpt, characters()[:1], "bf16", monkeypatch, DEPTH, MiB)
+    whole, full = planned(gpt, characters()[:1], "bf16", monkeypatch, DEPTH + 1, MiB)
+    per_block = 12  # two norms and four linear layers, with biases
+    assert {max(full) - count for count in short} >= {per_block * (DEPTH - FEW - more) for more in (0, 1, 2)}
+    assert few == whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("preset", [name for name in compose_all() if name != "auto"])
+def test_plans_of_all_presets_from_few_blocks_equal_those_from_all(
+    preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Any] = []
+    for least in (DEPTH, DEPTH + 1):
+        try:
+            plans.append(planned(gpt, characters(), preset, monkeypatch, least)[0])
+        except Exception as error:
+            monkeypatch.undo()
+            plans.append(str(error))
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(
+    ("make", "runs"),
+    [
+        (partial(stack, *[24] * 6), [Run("network.blocks", 0, 6)]),
+        (partial(stack, *[24] * 5, 40, *[24] * 4), [Run("network.blocks", 0, 5), Run("network.blocks", 6, 4)]),
+        (partial(stack, *[24, 40] * 4), []),
+    ],
+)
+def test_runs_are_blocks_of_equal_shapes(make: Callable[[], nn.Module], runs: list[Run]) -> None:
+    assert equal_runs(make(), 4) == runs
+
+
+def test_blocks_with_different_settings_or_shared_weights_are_not_equal() -> None:
+    module = stack(*[24] * 9)
+    blocks: Any = module.network.blocks
+    blocks[2].layers[1] = nn.GELU("tanh")
+    blocks[5].layers[0].weight = blocks[8].layers[0].weight
+    assert equal_runs(module, 2) == [
+        Run("network.blocks", 0, 2),
+        Run("network.blocks", 3, 2),
+        Run("network.blocks", 6, 2),
+    ]
+
+
+def test_shortened_list_keeps_the_blocks_after_a_run_and_counts_on() -> None:
+    module = stack(*[24] * 6, 40)
+    shorten(module, [Run("network.blocks", 0, 6)], [2])
+    blocks: Any = module.network.blocks
+    assert [block.layers[0].out_features for block in blocks] == [24, 24, 40]
+    assert blocks[-1].layers[0].out_features == 40
+
+
+@pytest.mark.long
+def test_module_that_needs_all_its_blocks_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Indexed(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            for number in range(7):
+                x = self.blocks[number](x)
+            return self.head(x.mean(1))
+
+    make = lambda: Classifier(Indexed([24] * 7))  # noqa: E731
+    assert FewBlocks(make).runs == []  # 7 are fewer than are worth it
+    few, _ = planned(make, sequences(2), "bf16", monkeypatch, 7)
+    whole, _ = planned(make, sequences(2), "bf16", monkeypatch, 8)
+    assert few == whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "change",
+    ["gradients", "dtype"],
+)
+def test_unlike_treatment_of_blocks_is_traced_whole(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Frozen(Classifier):
+        def on_fit_start(self) -> None:
+            for block in list(self.network.blocks)[7:]:  # more than are in the short traces
+                if change == "gradients":
+                    block.requires_grad_(False)
+                else:
+                    block.bfloat16().forward = lambda x: x
+
+    make = lambda: Frozen(Stack([24] * 9))  # noqa: E731
+    few, _ = planned(make, sequences(2), "baseline", monkeypatch, 9)
+    whole, _ = planned(make, sequences(2), "baseline", monkeypatch, 10)
+    assert few == whole
