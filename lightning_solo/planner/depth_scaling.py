@@ -23,6 +23,8 @@ LEAST_REPEATS = 2
 """Repetitions of a period in the shorter trace, from which further ones follow."""
 
 
+LARGEST_SUM = 2**16
+"""Bytes of the largest storage that may grow with each block, such as norms of gradients; buffers have a limit."""
 MOST_TRIES = 5000
 """Explanations of differences that are tried in a part of a trace."""
 
@@ -61,13 +63,13 @@ class Place(NamedTuple):
     """A position in a sequence: an index of the shorter one, or of a repetition of a period.
 
     Attributes:
-        index: in the shorter sequence; of a repetition that is inserted, that of the last one before it.
+        token: index in the shorter sequence; of a repetition that is inserted, that of the last one before it.
         period: number of the period; -1 outside of periods.
         repetition: its number among all repetitions of the period in this sequence.
         inserted: whether the shorter sequence lacks the repetition.
     """
 
-    index: int
+    token: int
     period: int = -1
     repetition: int = 0
     inserted: bool = False
@@ -99,7 +101,9 @@ class Stretch:
             begin = begin_long = 0
             for end, end_long in zip(ends[0], ends[run + 1], strict=True):
                 part, other = short[begin:end], long[begin_long:end_long]
-                periods += (Period(begin + start, *rest, run) for start, *rest in _periods(part, other, alike))
+                periods += (
+                    Period(begin + start, width, repeats, run) for start, width, repeats in _periods(part, other, alike)
+                )
                 begin, begin_long = end, end_long
         self.periods = sorted(periods)
         for before, after in zip(self.periods, self.periods[1:], strict=False):
@@ -143,7 +147,7 @@ class Stretch:
         added = more[period.run]
         if not 0 <= repetition < period.repeats + added:
             raise NotRepeatedError
-        offset = (place.index - period.start) % period.width
+        offset = (place.token - period.start) % period.width
         if period.half <= repetition < period.half + added:
             return period.cut - period.width + offset, repetition - period.half
         return period.start + (repetition - (added if repetition >= period.half else 0)) * period.width + offset, -1
@@ -237,9 +241,9 @@ class _Tokens:
     @property
     def ends(self) -> tuple[list[int], list[int]]:
         """Ends of the phases among events, after those that are held at the start, and among costs."""
-        events, costs = ([*(phase[part] for phase in self.trace.phases)] for part in (0, 1))
-        held = len(self.trace.log.held)
-        return [held + index for index in [*events, len(self.trace.log.events)]], [*costs, len(self.trace.costs)]
+        phases, held = self.trace.phases, len(self.trace.log.held)
+        events = [held + event for event, _, _ in phases]
+        return [*events, held + len(self.trace.log.events)], [*(cost for _, cost, _ in phases), len(self.trace.costs)]
 
 
 class DepthTrace:
@@ -293,9 +297,12 @@ class DepthTrace:
             key = self._birth(place, more)
             if key not in numbers:
                 numbers[key] = len(labels)
-                labels.append(tokens.storages[place.index][2])
-            grows = 0 if place.inserted else _dot(more, self._sums.get(place.index, ()))
-            sizes.append((numbers[key], tokens.storages[place.index][3] + grows))
+                labels.append(tokens.storages[place.token][2])
+            grows = 0 if place.inserted else _dot(more, self._sums.get(place.token, ()))
+            size = tokens.storages[place.token][3] + grows
+            if grows and abs(size) > LARGEST_SUM:
+                raise NotRepeatedError
+            sizes.append((numbers[key], size))
         held = len(short.log.held)
         first = self._events.moved(held, more)
         phases = [
@@ -310,8 +317,8 @@ class DepthTrace:
             steps=[self._costs.moved(step, more) for step in short.steps],
             host_bytes=short.host_bytes + _dot(more, self._grown(lambda t: t.host_bytes)),
             sizes=Sizes(
-                tuple(short.sizes.trainable[place.index] for place in self._trainable.places(more)),
-                tuple(short.sizes.frozen[place.index] for place in self._frozen.places(more)),
+                tuple(short.sizes.trainable[place.token] for place in self._trainable.places(more)),
+                tuple(short.sizes.frozen[place.token] for place in self._frozen.places(more)),
                 short.sizes.buffer_bytes + _dot(more, self._grown(lambda t: t.sizes.buffer_bytes)),
             ),
         )
@@ -359,7 +366,7 @@ class DepthTrace:
         births: dict[int, tuple[Place, int]] = {}
         for run, (places, tokens) in enumerate(zip(self._places, self._longer, strict=True)):
             for index, place in enumerate(places):
-                if not place.inserted or self._short.storages[place.index][0]:
+                if not place.inserted or self._short.storages[place.token][0]:
                     continue
                 width = self._events.periods[place.period].width
                 before, birth, after = (
@@ -375,7 +382,7 @@ class DepthTrace:
                 step = steps[0] if steps else 0
                 if not steps or set(steps) != {step} or abs(step) != int(in_run):
                     raise NotRepeatedError
-                births[place.index] = birth, step
+                births[place.token] = birth, step
         return births
 
     def _is_same(self, first: Place, second: Place) -> bool:
@@ -383,21 +390,21 @@ class DepthTrace:
         if first.period < 0 or first.period != second.period:
             return first == second
         period = self._events.periods[first.period]
-        return (first.index - second.index) % period.width == 0
+        return (first.token - second.token) % period.width == 0
 
     def _birth(self, place: Place, more: Sequence[int]) -> tuple[int, int]:
         """Return (index in the shorter trace, inserted repetition or -1) of the allocation of a token's storage."""
         if not place.inserted:
-            birth, run = self._moving[place.index]
+            birth, run = self._moving[place.token]
             if birth.period < 0:
-                return birth.index, -1
+                return birth.token, -1
             return self._events.index_of(birth, birth.repetition + (more[run] if run >= 0 else 0), more)
         copy = place.repetition - self._events.periods[place.period].half
-        if place.index not in self._repeated:
-            return place.index, copy
-        birth, step = self._repeated[place.index]
+        if place.token not in self._repeated:
+            return place.token, copy
+        birth, step = self._repeated[place.token]
         if not step:
-            return birth.index, -1
+            return birth.token, -1
         added = more[self._events.periods[place.period].run]
         repetition = birth.repetition + (copy if step > 0 else added - 1 - copy)
         return self._events.index_of(birth, repetition, more)
@@ -410,20 +417,20 @@ class DepthTrace:
                 slot = tokens.trace.costs[index].slot
                 if place.inserted and slot != -1:
                     before = tokens.trace.costs[index - self._costs.periods[place.period].width].slot
-                    slots[place.index] = slot, before - self._short.trace.costs[place.index].slot, slot - before
+                    slots[place.token] = slot, before - self._short.trace.costs[place.token].slot, slot - before
         return slots
 
     def _grown_costs(self, more: Sequence[int], costs: Sequence[Cost]) -> Iterator[Cost]:
         for place in self._costs.places(more):
-            cost = costs[place.index]
+            cost = costs[place.token]
             if not place.inserted:
-                grown = [_dot(more, table.get(place.index, ())) for table in (self._flops, self._bytes, self._slots)]
+                grown = [_dot(more, table.get(place.token, ())) for table in (self._flops, self._bytes, self._slots)]
                 if any(grown):
                     flops, size, slot = grown
                     cost = cost._replace(flops=cost.flops + flops, bytes=cost.bytes + size, slot=cost.slot + slot)
-            elif place.index in self._repeated_slots:
+            elif place.token in self._repeated_slots:
                 period = self._costs.periods[place.period]
-                slot, with_block, with_copy = self._repeated_slots[place.index]
+                slot, with_block, with_copy = self._repeated_slots[place.token]
                 copy = place.repetition - period.half
                 cost = cost._replace(slot=slot + (more[period.run] - 1) * with_block + copy * with_copy)
             yield cost

@@ -20,6 +20,8 @@ FEW = 4
 LEAST = 12
 """Blocks from which several short traces take less time than a whole one."""
 MOST_RUNS = 3
+GROUPED = 2**20
+"""Elements of the parameters, and of a group of them, that released gradients update together."""
 
 Captured = Callable[..., Trace]
 """Returns the trace of the module that its first argument makes, with a further callback if one is given."""
@@ -39,6 +41,8 @@ class FewBlocks:
             self.runs = equal_runs(self._module, LEAST)[:MOST_RUNS]
         except Exception:  # a constructor that computes with its weights
             self.runs = []
+        small = (p.numel() for p in self._module.parameters() if p.numel() < GROUPED) if self.runs else ()
+        self.groups_are_small = sum(small) < GROUPED
         self.missing = [run.length - FEW for run in self.runs]
 
     def make(self, more: list[int]) -> Any:

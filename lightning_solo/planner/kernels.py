@@ -107,7 +107,7 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
             tracer.multiply(begin, max(count / size - 1, 1))
 
     def all_finite(gradients: Sequence[Tensor]) -> Tensor:
-        return torch.stack([norm.float() for norm in torch._foreach_norm(gradients, math.inf)]).isfinite().all()
+        return torch.stack([norm.float() for norm in torch._foreach_norm(list(gradients), math.inf)]).isfinite().all()
 
     chunks = memory_order.chunks
     with ExitStack() as stack:
@@ -117,7 +117,7 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
                 stack.enter_context(
                     replaced(fused_operators, name, _one_kernel(tracer, getattr(fused_operators, name)))
                 )
-        if cuda:  # as on a GPU, rather than by copies of small gradients
+            # rather than copies of small gradients
             for module in (gradient_checks, compact_adamw, immediate_steps):
                 stack.enter_context(replaced(module, "all_finite", all_finite))
         if tracer.fake:

@@ -251,7 +251,8 @@ class Planner:
                 return capture(make, sized(self.batch, self._examples, size), {**given, "callbacks": callbacks}, **how)
 
             blocks = BlockTraces(self._blocks, self.make)
-            if arranged.scales:  # else techniques choose by bytes, and blocks aren't treated alike
+            # else techniques choose by bytes, and blocks aren't treated alike
+            if arranged.scales and (self._blocks.groups_are_small or not arranged.released):
                 blocks.prepare(partial(captured, micro_batch))
 
             def one(size: int, **kind: Any) -> Trace:

@@ -26,10 +26,12 @@ class Arrangement(Tracing):
     Attributes:
         arguments: returns arguments of a Trainer on the CPU, new ones for each trace.
         window: micro-batches of the traced window, which takes as much memory as a whole one.
+        released: whether gradients are released in backward, small ones in groups.
     """
 
     arguments: Callable[[], dict[str, Any]] = dict
     window: int = 1
+    released: bool = False
 
 
 def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: bool = False) -> Arrangement:
@@ -78,4 +80,6 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
             "callbacks": list(objects.values()),
         }
 
-    return Arrangement(**{**vars(tracing), "precision": precision}, arguments=arguments, window=window)
+    return Arrangement(
+        **{**vars(tracing), "precision": precision}, arguments=arguments, window=window, released=released
+    )
