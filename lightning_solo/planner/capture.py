@@ -118,7 +118,7 @@ def capture(
             LSTM on fake tensors of a CPU.
     """
     with ExitStack() as stack:
-stack.enter_context(quiet())
+        stack.enter_context(quiet())
         mode, known = _shared(cuda) if fake else (None, None)
         by_hand = stack.enter_context(CudaByHand(allowed=cuda))
         if mode is None:
