@@ -102,21 +102,30 @@ class BlockTraces:
             return captured(partial(self._blocks.make, list(more)))
 
         try:
+            start = self._start(captured) if checked else None
             short = short or with_more(*(0 for _ in runs))
             depth = DepthTrace(short, [with_more(*(int(run == other) for other in runs)) for run in runs])
-            two = [2 for _ in runs]
-            if checked and not (equal_traces(depth.at(two), with_more(*two)) and self._is_set_up_as(depth, captured)):
-                return None
+            if start is not None:
+                two, whole = [2 for _ in runs], depth.at(self._blocks.missing)
+                if start.sizes != whole.sizes or _held(start.log) != _held(whole.log):
+                    return None
+                if not equal_traces(depth.at(two), with_more(*two)):
+                    return None
         except Exception:  # then a trace of all blocks says why
             return None
         return depth
 
-    def _is_set_up_as(self, depth: DepthTrace, captured: Captured) -> bool:
-        """Return whether the whole module starts with what is predicted, and techniques treat its blocks alike."""
+    def _start(self, captured: Captured) -> Trace:
+        """Return the storages with which the whole module starts.
+
+        Raises:
+            NotRepeatedError: techniques treat its blocks differently.
+        """
         look = _Look(self._blocks)
         start = captured(partial(self._blocks.make, self._blocks.missing), callback=look)
-        predicted = depth.at(self._blocks.missing)
-        return look.alike and start.sizes == predicted.sizes and _held(start.log) == _held(predicted.log)
+        if not look.alike:
+            raise NotRepeatedError
+        return start
 
 
 class _Look(Callback):
