@@ -59,6 +59,7 @@ ELSEWHERE = {
     "planner/test_auto.py": "planner/bases presets/writing",
     "planner/test_calibrate.py": "planner/calibration",
     "planner/test_device.py": "presets/devices",
+    "planner/test_few_blocks.py": "planner/depth_scaling planner/equal_blocks",
     "planner/test_habits.py": "planner/batches",
     "planner/test_kernels.py": "planner/autocast planner/index_bounds planner/rules cards/tracing",
     "planner/test_plan.py": "planner/preset_plans planner/table",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_solo.planner import capture as capturing
 from lightning_solo.planner import few_blocks
+from lightning_solo.planner.depth_scaling import NotRepeatedError, Stretch
 from lightning_solo.planner.device import device
 from lightning_solo.planner.equal_blocks import Run, equal_runs, shorten
 from lightning_solo.planner.few_blocks import FEW, FewBlocks
@@ -109,6 +110,26 @@ def test_plans_of_all_presets_from_few_blocks_equal_those_from_all(
             monkeypatch.undo()
             plans.append(str(error))
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize(
+    ("short", "longer", "most"),
+    [
+        ("abxyxyxyc", "abxyxyxyxyc", "ab" + 7 * "xy" + "c"),
+        ("xxyzyzyzxx", "xxyzyzyzyzxx", "xx" + 7 * "yz" + "xx"),
+        ("ppppxyxyxy", "pppppxyxyxyxy", 8 * "p" + 7 * "xy"),  # two periods
+    ],
+)
+def test_periods_are_inserted_where_a_block_more_inserts_one(short: str, longer: str, most: str) -> None:
+    stretch = Stretch(short, [longer], [[len(short)], [len(longer)]])
+    for more, expected in ((0, short), (1, longer), (4, most)):
+        assert "".join(short[place.token] for place in stretch.places([more])) == expected
+
+
+@pytest.mark.parametrize(("short", "longer"), [("abcd", "abxcd"), ("abab", "abbaab"), ("abcabc", "abcab")])
+def test_other_differences_are_no_periods(short: str, longer: str) -> None:
+    with pytest.raises(NotRepeatedError):
+        Stretch(short, [longer], [[len(short)], [len(longer)]])
 
 
 @pytest.mark.parametrize(
