@@ -14,12 +14,12 @@ from lightning_solo.export.formats import BASES, DTYPES, FORMATS
 
 TAKES = (
     "write: lightning-solo export RUN|FILE [--format weights|hf|adapter|gguf|pruned|quantized|factorized|onnx|"
-    "torch_export] [--output PATH] [--force]; of the first five [--dtype fp32|bf16|fp16] [--live]; of hf, adapter and"
-    " gguf [--base-folder FOLDER] [--tokenizer FOLDER]; of hf and gguf [--base dequantized|original]; of hf"
-    " [--shard-size 5GB] [--bits 4|8]; of gguf [--llama-cpp FOLDER] [--quantize q4_k_m]; of quantized [--bits 4|fp8]"
-    " [--group-size 32] [--activations int8|int8_static] [--calibration-batches 16] [--layers PATTERN,...]; of"
-    " factorized [--rank 64] [--layers PATTERN,...]; of onnx and torch_export [--batch 1:1024] [--length 1:512]; of"
-    " these and pruned [--allow PREFIX]"
+    "torch_export] [--output PATH] [--force]; of the first five [--dtype fp32|bf16|fp16]; of the first seven [--live];"
+    " of hf, adapter and gguf [--base-folder FOLDER] [--tokenizer FOLDER]; of hf and gguf [--base"
+    " dequantized|original]; of hf [--shard-size 5GB] [--bits 4|8]; of gguf [--llama-cpp FOLDER] [--quantize q4_k_m];"
+    " of quantized [--bits 4|fp8] [--group-size 32] [--activations int8|int8_static] [--calibration-batches 16]"
+    " [--layers PATTERN,...]; of factorized [--rank 64] [--layers PATTERN,...]; of onnx and torch_export [--batch"
+    " 1:1024] [--length 1:512]; of these and pruned [--allow PREFIX]"
 )
 _CHOICES = {"format": tuple(FORMATS), "dtype": DTYPES, "base": BASES}
 

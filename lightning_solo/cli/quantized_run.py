@@ -27,6 +27,7 @@ def write_quantized(
     activations: str | None = None,
     calibration_batches: int | None = None,
     layers: Sequence[str] | None = None,
+    live: bool = False,
     allow: Sequence[str] = (),
     overwrite: bool = False,
 ) -> list[str]:
@@ -42,6 +43,7 @@ def write_quantized(
         calibration_batches: of the run's validation that give "int8_static" its scales, by default `BATCHES`; of a run
             without validation those of training.
         layers: patterns of names.
+        live: whether the trained weights themselves are rounded and measured where there is an average of them.
         allow: prefixes of code that may be imported.
         overwrite: whether an earlier export is replaced.
 
@@ -78,7 +80,7 @@ def write_quantized(
     if options["activations"] == STATIC:
         batches = BATCHES if calibration_batches is None else calibration_batches
         options["calibrate"] = lambda module: _calibrated(module, data, batches)
-    weights = source_of(run.checkpoint)
+    weights = source_of(run.checkpoint, live=live)
     try:  # rounded in training were the weights as they are; otherwise fp32 masters are closer
         module.load_state_dict(weights.weights if record else widest_weights(weights))
     except RuntimeError as error:
@@ -92,7 +94,7 @@ def write_quantized(
         raise type(error)(re.sub(r"\b(bits|group_size|activations|layers)=", _option, str(error))) from error
     aware = bool(record) and all(options[name] == value for name, value in record.items())
     if weights.averaged:
-        lines.append(f"{weights.averaged} of its weights are averages")
+        lines.append(f"{weights.averaged} of its weights are averages; --live takes the weights that were averaged")
     lines.append("the run was trained with these rounded weights" if aware else "quantization after training")
     rounding = Rounding(*(options[name] for name in ("bits", "group_size", "activations"))) if aware else None
     as_trained = partial(_round, module, rounding, options["layers"]) if rounding else None

@@ -27,7 +27,7 @@ FORMATS = {
     "gguf": Format(_FOLDER, ("dtype", "base", "base_folder", "tokenizer", "llama_cpp", "quantize", "live")),
     "quantized": Format(
         "lightning_solo.cli.quantized_run:write_quantized",
-        ("bits", "group_size", "activations", "calibration_batches", "layers", "allow"),
+        ("bits", "group_size", "activations", "calibration_batches", "layers", "live", "allow"),
     ),
     "factorized": Format("lightning_solo.cli.factorized_run:write_factorized", ("rank", "layers", "live", "allow")),
     "onnx": Format(_GRAPH, ("batch", "length", "allow")),

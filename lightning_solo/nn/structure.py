@@ -101,10 +101,7 @@ class Removal:
     def undo(self) -> None:
         """Put everything back."""
         for owner, name, value in reversed(self._before):
-            if isinstance(value, Tensor):
-                owner.data = value
-            else:
-                setattr(owner, name, value)
+            setattr(owner, name, value)
 
     def set_number(self, module: nn.Module, path: str, value: int) -> None:
         """Change an attribute."""
@@ -119,14 +116,17 @@ class Removal:
         tensor = tensor_of(module, each)
         is_kept = (each.unit < 0) | kept[each.unit.clamp(min=0)]
         index = is_kept.nonzero()[:, 0]
-        self._before.append((tensor, "data", tensor.data))
         before = tensor.shape[each.dim]
-        tensor.data = tensor.data.index_select(each.dim, index.to(tensor.device)).contiguous()
-        tensor.grad = None
-        if isinstance(tensor, nn.Parameter):
-            self.indices[each.path].append((each.dim, index))
-        self.sizes[each.path] = list(tensor.shape)
+        smaller = tensor.data.index_select(each.dim, index.to(tensor.device)).contiguous()
+        self.sizes[each.path] = list(smaller.shape)
         owner = module.get_submodule(each.owner)
+        if isinstance(tensor, nn.Parameter):
+            self._before.append((tensor, "data", tensor.data))
+            tensor.data, tensor.grad = smaller, None
+            self.indices[each.path].append((each.dim, index))
+        else:  # another object, since copies of the present one have its shape
+            self._before.append((owner, each.name, tensor))
+            setattr(owner, each.name, smaller)
         for name in _size_names(owner, each, before):
             self.set_number(module, f"{each.owner}.{name}" if each.owner else name, len(index))
 

@@ -610,6 +610,11 @@ def first_batch_step(trainer: Any, home: str) -> Callable[[], Any]:
     if any(p.is_floating_point() and p.itemsize < 4 for p in module.parameters()):
         batch = trainer.precision_plugin.convert_input(batch)
     batch = module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
+    return batch_step(trainer, home, batch, batch_idx)
+
+
+def batch_step(trainer: Any, home: str, batch: Any, batch_idx: int) -> Callable[[], Any]:
+    """Return a function that runs the module's ``training_step`` on a batch, without techniques and autocast."""
     plain = part(home, "plugins.precision").Precision()
 
     def step() -> Any:

@@ -84,6 +84,18 @@ def test_masters_of_a_compact_run_are_rounded_after_training(make_trainer: Make,
     assert all(torch.equal(loaded[name], w) for name, w in masters.items())
 
 
+def test_an_average_or_the_weights_themselves_are_rounded(make_trainer: Make, tmp_path: Path) -> None:
+    overrides = ("+solo/callback=weight_averaging", "solo.callback.weight_averaging.at_end=live", *TINY)
+    module = finished(tmp_path / "run", make_trainer, overrides)
+    average, live = (solo.export_weights(tmp_path / "run", live=live) for live in (False, True))
+    assert not torch.equal(average["embedding.weight"], live["embedding.weight"])
+    for weights, flag in ((average, []), (live, ["--live"])):
+        output = tmp_path / f"few{len(flag)}"
+        run([str(tmp_path / "run"), "--format", "quantized", "--group-size", "16", "--output", str(output), *flag])
+        loaded = load(type(module)(**module.hparams), output).state_dict()
+        assert torch.equal(loaded["embedding.weight"], weights["embedding.weight"])
+
+
 def test_any_run_is_exported_after_training(make_trainer: Make, tmp_path: Path) -> None:
     module = finished(tmp_path / "run", make_trainer, TINY)
     source, output = tmp_path / "run" / "checkpoints" / "last.ckpt", tmp_path / "few"

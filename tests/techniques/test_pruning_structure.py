@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor, nn
 
 import lightning_solo as solo
-from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, SoloError
+from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError, SoloError
 from lightning_solo.export.sparse_weights import load
 from lightning_solo.techniques.exact_resume.technique import ExactResume
 from lightning_solo.techniques.pruning.technique import Pruning
@@ -218,6 +218,89 @@ def test_states_without_the_shape_of_their_weight_are_refused(make_trainer: Make
         fit(make_trainer, Pruning(**HALF), ckpt_path=path, weights_only=True)
 
 
+# --- removed at a later step ---
+
+LATER: dict[str, Any] = {**HALF, "begin": 3}
+CUBIC: dict[str, Any] = {**HALF, "amount": 0.75, "schedule": "cubic", "begin": 1, "end": 6, "every_n_steps": 2}
+
+
+class CutByHand(L.Callback):
+    """Cuts weights and moments before the fourth step."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 3:
+            return
+        kept = kept_channels(pl_module)
+        states = trainer.optimizers[0].state
+        for name, (dim, index) in {"up.weight": (0, kept), "up.bias": (0, kept), "down.weight": (1, kept)}.items():
+            p = pl_module.net.get_parameter(name)
+            p.data, p.grad = p.data.index_select(dim, index), None
+            for key in ("exp_avg", "exp_avg_sq"):
+                states[p][key] = states[p][key].index_select(dim, index)
+
+
+def test_at_a_later_step_weights_and_moments_are_cut(make_trainer: Make) -> None:
+    ours = fit(make_trainer, Pruning(**LATER))
+    assert shapes(ours) == {**shapes(module_of()), **SMALLER}
+    assert equal(ours.state_dict(), fit(make_trainer, CutByHand()).state_dict())
+
+
+def test_removals_follow_a_cubic_schedule(make_trainer: Make) -> None:
+    class Watch(L.Callback):
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            self.seen += [len(pl_module.net.up.weight)]
+
+    fit(make_trainer, Pruning(**CUBIC), watch := Watch())
+    shares = [0, 0, 0, 1 - 0.6**3, 1 - 0.6**3, 1 - 0.2**3, 1, 1]
+    assert watch.seen == [HIDDEN - round(0.75 * share * HIDDEN) for share in shares]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps", "batches"),
+    [
+        (LATER, (2, 3, 5), 1),
+        pytest.param(CUBIC, range(1, STEPS), 1, marks=pytest.mark.long),
+        pytest.param({**CUBIC, "end": 3, "every_n_steps": 1}, (1, 2, 3), 2, marks=pytest.mark.long),
+        pytest.param({**LATER, "pattern": "heads"}, range(1, STEPS), 1, marks=pytest.mark.long),
+        pytest.param({"pattern": "channels", "threshold": 0.82, "begin": 3}, (2, 4), 2, marks=pytest.mark.long),
+    ],
+)
+def test_runs_are_resumed_before_and_after_a_removal(
+    options: Any, steps: Any, batches: int, make_trainer: Make, tmp_path: Path
+) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    arguments = {"accumulate_grad_batches": batches, "max_steps": STEPS // batches}
+    whole = fit(make_trainer, Pruning(**options), ExactResume(), saving, enable_checkpointing=True, **arguments)
+    assert shapes(whole) != shapes(module_of())
+    for step in steps:
+        path = tmp_path / f"step={step}.ckpt"
+        resumed = fit(make_trainer, Pruning(**options), ExactResume(), ckpt_path=path, weights_only=True, **arguments)
+        assert equal(resumed.state_dict(), whole.state_dict())
+        weights = solo.load_pruned(module_of(), path).state_dict()
+        assert equal(weights, torch.load(path, weights_only=True)["state_dict"])
+
+
+def test_copies_of_running_statistics_and_averages_follow(make_trainer: Make) -> None:
+    torch.manual_seed(0)
+    guarded = regression(L, Normed())
+    others = solo.FiniteGuard(policy="skip_window"), solo.WeightAverage(start_step=3)
+    fit(make_trainer, Pruning(**LATER), *others, module=guarded)
+    assert guarded.net.norm.running_mean.shape == (12,)
+    assert others[1].averaged_weights["net.down.weight"].shape == (WIDTH, 12)
+
+
+def test_what_keeps_larger_tensors_is_refused_with_a_later_step(make_trainer: Make, tmp_path: Path) -> None:
+    for other in (solo.GradientRelease(), solo.FiniteGuard(policy="rewind"), solo.CompactStates()):
+        with pytest.raises(ConflictError, match=mentions("at step 3", "larger shapes", "begin=0")):
+            fit(make_trainer, Pruning(**LATER), other)
+    _, path = saved(make_trainer, tmp_path)
+    with pytest.raises(PresetError, match=mentions("begin=3", "step 5", "begin=5")):
+        fit(make_trainer, Pruning(**LATER), ckpt_path=path, weights_only=True)
+
+
 def test_running_statistics_are_cut_and_trained_and_other_attributes_stay(make_trainer: Make) -> None:
     torch.manual_seed(0)
     module = regression(L, Normed())
@@ -311,8 +394,9 @@ def test_batches_and_random_numbers_are_those_of_a_run_without(make_trainer: Mak
 # --- refused ---
 
 BAD: list[tuple[type[SoloError], dict[str, Any], tuple[str, ...]]] = [
-    (ConflictError, {**HALF, "begin": 3}, ("begin=3", "pattern=channels", "ckpt_path")),
-    (ConflictError, {**HALF, "schedule": "cubic", "end": 3}, ("schedule=cubic", "schedule=once")),
+    (ConflictError, {**HALF, "schedule": "regrow", "end": 3}, ("schedule=regrow", "schedule=once")),
+    (PresetError, {**HALF, "begin": STEPS}, (f"begin={STEPS}", f"{STEPS} optimizer steps", "begin=4")),
+    (ConflictError, {**HALF, "begin": 3, "layers": ["qkv"]}, ("net.qkv", "isn't computed by a layer", "net.down")),
     (NothingToDoError, {"pattern": "channels"}, ("callback.pruning.amount=0.5",)),
     (NothingToDoError, {"amount": 0.2, "pattern": "heads"}, ("no heads", "amount=0.5")),
     (NothingToDoError, {"threshold": 1e-9, "pattern": "channels"}, ("smallest norm",)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_solo.cards.card import Card
+from lightning_solo.cards.card import Card, resources
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.footprint import Footprint, Request
 from lightning_solo.cards.phase import Phase
@@ -73,15 +73,14 @@ class Settings(TechniqueSettings):
                 f"{self.technique}.pattern=2:4 prunes half of the weights, whatever their magnitude; drop"
                 f" {self.technique}.amount and threshold"
             )
-        if self.structured and self.begin:
+        patterns = {"once": (self.pattern,), "cubic": ("unstructured", *STRUCTURED)}
+        if self.schedule != "once" and (
+            self.amount is None or self.pattern not in patterns.get(self.schedule, ("unstructured",))
+        ):
             raise ConflictError(
-                f"{self.technique}.begin={self.begin} and pattern={self.pattern}, which are removed before a fit's"
-                f" first step; drop {self.technique}.begin, and fit(ckpt_path=...) to remove them from a trained module"
-            )
-        if self.schedule != "once" and (self.amount is None or self.pattern != "unstructured"):
-            raise ConflictError(
-                f"{self.technique}.schedule={self.schedule} needs {self.technique}.amount and no other pattern; write"
-                f" {self.technique}.schedule=once, or {self.technique}.amount=0.5 alone"
+                f"{self.technique}.schedule={self.schedule} needs {self.technique}.amount and no other pattern than"
+                f" {' or '.join(patterns.get(self.schedule, ('unstructured',)))}; write {self.technique}.schedule=once,"
+                f" or {self.technique}.amount=0.5 alone"
             )
         if self.schedule == "once" and self.end not in (None, self.begin):
             raise ConflictError(
@@ -98,6 +97,11 @@ class Settings(TechniqueSettings):
     def structured(self) -> bool:
         """Whether whole channels or heads are removed."""
         return self.pattern in STRUCTURED
+
+    @property
+    def removes_later(self) -> bool:
+        """Whether channels or heads are removed while the run trains, and not before."""
+        return self.structured and self.last_step > 0
 
     @property
     def last_step(self) -> int:
@@ -147,6 +151,10 @@ def footprint(settings: Settings, request: Request, before: Footprint) -> Footpr
     return replace(before, weights=before.weights + -(-sum(request.sizes.trainable) // 8))
 
 
+_OF_SHAPES = frozenset({"weights", "optimizer_states", "gradients", "products"})
+"""Resources whose owners keep tensors as large as parameters."""
+
+
 def _others(settings: Settings, configuration: Configuration) -> str | None:
     for chosen in configuration.techniques:
         name, others = chosen.card.name, vars(chosen.settings)
@@ -165,6 +173,14 @@ def _others(settings: Settings, configuration: Configuration) -> str | None:
                 f"{OPTION}.pattern={settings.pattern} and {chosen.choice}: both make layers smaller, and a resumed run"
                 f" couldn't tell their sizes apart; write ~{OPTION} in this run and {chosen.removal} in a second fit of"
                 " the module, or the other way round"
+            )
+        taken = chosen.owned() | resources(chosen.card.frees, chosen.settings)
+        rewinds = "rewind" in vars(chosen.settings).values()
+        if settings.removes_later and (rewinds or taken & _OF_SHAPES or "bit" in str(others.get("optimizer"))):
+            return (
+                f"{OPTION}.pattern={settings.pattern} at step {settings.last_step} and {chosen.choice}, which keeps"
+                f" tensors of the larger shapes; write {OPTION}.begin=0 with {OPTION}.schedule=once, or"
+                f" {chosen.removal}"
             )
         if settings.structured:
             continue

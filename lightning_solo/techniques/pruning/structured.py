@@ -1,7 +1,8 @@
-"""Removes channels and heads of a module before a fit, and cuts the states of its checkpoint alike."""
+"""Removes channels and heads of a module before or in a fit, and cuts the states of its optimizers alike."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -35,6 +36,7 @@ class Structured:
     def __init__(self, settings: Settings, ctx: Run) -> None:
         self._settings = settings
         self._ctx = ctx
+        self._amount = settings.amount
         self._indices: dict[str, list[tuple[int, Tensor]]] = {}  # kept ones of parameters, by name
 
     @property
@@ -42,17 +44,24 @@ class Structured:
         module: nn.Module = self._ctx.module
         return module
 
-    def remove(self) -> None:
+    def remove(self, batch: tuple[Any, int] | None = None, amount: float | None = None, *, trial: bool = False) -> None:
         """Remove channels or heads, unless an earlier fit or a checkpoint's did by the same settings.
+
+        Args:
+            batch: the batch that is trained next, and its index; by default the first one of the training loader.
+            amount: of the schedule at this step; by default that of the settings.
+            trial: whether the module stays as it is.
 
         Raises:
             NothingToDoError: none can be removed, or a pattern of names matches nothing.
             ConflictError: a chosen layer can't become smaller; weights are NaN; manual optimization.
+            CheckpointError: an optimizer's state hasn't the shape of its weight; then the module stays.
         """
         ctx, settings, module = self._ctx, self._settings, self._module
+        self._amount = settings.amount if amount is None else amount
         refuse_callbacks(OPTION, frozenset({"layers"}), ctx.trainer.callbacks)
         record = getattr(module, RECORD, None)
-        ours = _as_record(settings)
+        ours = _as_record(settings, self._amount)
         if record is not None and ours in record["settings"]:
             return
         if any(p.is_meta for p in module.parameters()):
@@ -66,20 +75,26 @@ class Structured:
                     f"{OPTION} and {name}, which has weights that are NaN or infinite; resume from an earlier"
                     " checkpoint, and write +callback=finite_guard, which stops before a weight becomes NaN"
                 )
-        step = self._step()
+        step = self._step(batch)
         keep_head_width(module, everywhere=True)
         try:
             findings = find_structures(module, step)
             structures, left_out = self._chosen(findings.structures, findings.left_out)
-            kept = self._kept(structures, record or {})
+            kept = self._kept(structures, record or {}, trial=trial)
             good, reasons = checked(module, step, structures, kept)
             self._require(good, {**left_out, **reasons}, asked=reasons)
+            if trial or all(bool(kept[each.layer].all()) for each in good):
+                return
             before = sum(p.numel() for p in module.parameters())
             shapes = {each.path: list(tensor_of(module, each).shape) for one in good for each in one.slices}
             removal = remove(module, good, kept)
+            try:
+                self._cut_states(removal.indices)
+            except CheckpointError:
+                removal.undo()
+                raise
         finally:
             keep_head_width(module)
-        self._indices = removal.indices
         setattr(module, RECORD, _joined(record, shapes, removal, good, ours))
         after = sum(p.numel() for p in module.parameters())
         sizes = [f"{int(kept[each.layer].sum())} of {each.units} of {each.layer}" for each in good]
@@ -89,7 +104,7 @@ class Structured:
             f" {listed(sizes)}; left out are {others or 'none'}"
         )
 
-    def _step(self) -> Any:
+    def _step(self, batch: tuple[Any, int] | None) -> Any:
         """Return a function that runs a training step on one batch, and leaves no trace."""
         ctx, module = self._ctx, self._module
         if not ctx.module.automatic_optimization:
@@ -97,17 +112,23 @@ class Structured:
                 f"{OPTION}.pattern={self._settings.pattern} and manual optimization, under which no batch can be tried;"
                 f" write {OPTION}.pattern=unstructured"
             )
-        rollback = Rollback(module, torch.device("cpu"))
-        rollback.save()
-        own = OwnSources(data=patches.training_source(ctx.trainer))
-        states = own.get()
-        step = patches.first_batch_step(ctx.trainer, ctx.home)
-        own.put(states, "the loader")
-        rollback.restore()
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        if batch is not None:
+            step = patches.batch_step(ctx.trainer, ctx.home, *batch)
+        else:
+            rollback = Rollback(module, device)
+            rollback.save()
+            own = OwnSources(data=patches.training_source(ctx.trainer))
+            states = own.get()
+            step = patches.first_batch_step(ctx.trainer, ctx.home)
+            own.put(states, "the loader")
+            rollback.restore()
 
         def one() -> Any:
             with ExitStack() as stack:
-                rollback = Rollback(module, torch.device("cpu"))
+                if "torch._dynamo" in sys.modules:  # whose graphs hide the layers
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                rollback = Rollback(module, device)
                 rollback.save()
                 stack.callback(rollback.restore)
                 stack.enter_context(attributes_kept(module))
@@ -119,6 +140,19 @@ class Structured:
                 return step()
 
         return one
+
+    def _cut_states(self, indices: dict[str, list[tuple[int, Tensor]]]) -> None:
+        """Cut the states of the optimizers in use, or those that a checkpoint will load."""
+        self._indices = indices
+        names: dict[Tensor, str] = {p: name for name, p in self._module.named_parameters()}
+        cut = [
+            (state, _cut_state(state, p, names[p], indices[names[p]]))
+            for optimizer in self._ctx.strategy.optimizers
+            for p, state in optimizer.state.items()
+            if names.get(p) in indices
+        ]
+        for state, smaller in cut:
+            state.update(smaller)
 
     def _chosen(
         self, structures: Sequence[Structure], left_out: Mapping[str, str]
@@ -161,16 +195,19 @@ class Structured:
             chosen += [each for each in ours if each not in chosen]
         return chosen, reasons
 
-    def _kept(self, structures: Sequence[Structure], record: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _kept(self, structures: Sequence[Structure], record: Mapping[str, Any], *, trial: bool) -> dict[str, Tensor]:
         """Return for each structure which units are kept: those with the largest norms.
+
+        A trial takes the smallest below the threshold, which norms may fall below later.
 
         Raises:
             ConflictError: all units of a layer would be removed.
         """
-        settings, amount = self._settings, self._settings.amount or 0.0
+        settings, amount = self._settings, self._amount or 0.0
         scores = {each.layer: each.scores(self._module) for each in structures}
         if settings.threshold is not None:
-            kept = {name: values >= settings.threshold for name, values in scores.items()}
+            bounds = {name: values.sort().values[1] if trial else settings.threshold for name, values in scores.items()}
+            kept = {name: values >= bounds[name] for name, values in scores.items()}
         elif settings.scope == "global" and scores:
             values = torch.cat([*scores.values()])
             count = round(amount * len(values))
@@ -192,7 +229,7 @@ class Structured:
                     f"{OPTION} would remove all {len(mask)} {settings.pattern} of {name}; write a smaller"
                     f" {OPTION}.amount or threshold, scope=layer, or {OPTION}.kept=[{name}]"
                 )
-        if kept and all(bool(mask.all()) for mask in kept.values()) and not record:
+        if kept and all(bool(mask.all()) for mask in kept.values()) and not record and self._amount == settings.amount:
             smallest = min(float(values.min()) for values in scores.values())
             fewest = min(len(mask) for mask in kept.values())
             raise NothingToDoError(
@@ -228,17 +265,16 @@ class Structured:
             return
         names: dict[Tensor, str] = {p: name for name, p in self._module.named_parameters()}
         states = [
-            _cut_states(saved, optimizer, names, self._indices)
+            _cut_saved(saved, optimizer, names, self._indices)
             for saved, optimizer in zip(checkpoint["optimizer_states"], self._ctx.strategy.optimizers, strict=True)
         ]
         proceed({**checkpoint, "optimizer_states": states})
 
 
-def _as_record(settings: Settings) -> dict[str, Any]:
-    names = ("pattern", "amount", "threshold", "scope")
-    values = {name: getattr(settings, name) for name in names}
+def _as_record(settings: Settings, amount: float | None) -> dict[str, Any]:
+    values = {name: getattr(settings, name) for name in ("pattern", "threshold", "scope")}
     layers = None if settings.layers is None else [*settings.layers]
-    return {**values, "layers": layers, "kept": [*settings.kept]}
+    return {**values, "amount": amount, "layers": layers, "kept": [*settings.kept]}
 
 
 def _joined(
@@ -267,7 +303,7 @@ def _joined(
     }
 
 
-def _cut_states(
+def _cut_saved(
     saved: Mapping[str, Any],
     optimizer: Any,
     names: Mapping[Tensor, str],
@@ -278,11 +314,15 @@ def _cut_states(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = dict(saved["state"])
     for number, p in zip(numbers, parameters, strict=True):
-        for dim, index in indices.get(names.get(p, ""), []):
-            states[number] = {
-                key: _cut(value, p, dim, index, names[p], key) for key, value in states.get(number, {}).items()
-            }
+        if number in states and names.get(p) in indices:
+            states[number] = _cut_state(states[number], p, names[p], indices[names[p]])
     return {**saved, "state": states}
+
+
+def _cut_state(state: Mapping[str, Any], p: Tensor, name: str, indices: Sequence[tuple[int, Tensor]]) -> dict[str, Any]:
+    for dim, index in indices:
+        state = {key: _cut(value, p, dim, index, name, key) for key, value in state.items()}
+    return dict(state)
 
 
 def _cut(value: Any, p: Tensor, dim: int, index: Tensor, name: str, key: str) -> Any:
@@ -290,8 +330,8 @@ def _cut(value: Any, p: Tensor, dim: int, index: Tensor, name: str, key: str) ->
         return value
     if value.ndim != p.ndim:
         raise CheckpointError(
-            f"{OPTION}: the checkpoint's state {key} of {name} has the shape {tuple(value.shape)}, which can't be cut"
-            " as its weight; begin a new fit from the weights alone:"
+            f"{OPTION}: the optimizer's state {key} of {name} has the shape {tuple(value.shape)}, which can't be cut"
+            " as its weight; begin a new fit from the weights of a checkpoint alone:"
             " module.load_state_dict(torch.load(path)['state_dict'])"
         )
     return value if value.shape[dim] == 1 else value.index_select(dim, index.to(value.device))

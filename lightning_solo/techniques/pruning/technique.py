@@ -79,7 +79,7 @@ class Pruning(Technique, Settings):
             self._structured = Structured(self, ctx)
             ctx.undo.callback(setattr, self, "_structured", None)
             if not is_planned():
-                self._structured.remove()
+                self._structured.remove(trial=self.removes_later)
             return
         self._choice = choice = prunable_weights(ctx.module, self.layers, self.kept, in_fours=self.pattern == FOURS)
         ctx.undo.callback(self._leave)
@@ -98,12 +98,16 @@ class Pruning(Technique, Settings):
             CheckpointError: the checkpoint's masks are of other weights.
         """
         ctx, choice = self.ctx, self._choice
-        if self.structured:
-            return
         assert ctx is not None  # joined in setup
-        assert choice is not None  # made in transform
         self._seen = step = optimizer_steps(trainer)
-        self._check_schedule(trainer, step)
+        if self.structured:
+            if step == 0 or (self.schedule == "once" and getattr(pl_module, RECORD, None) is None):
+                self._at = -1
+            if self.removes_later:
+                self._check_schedule(trainer, step, is_new=self._at < 0)
+            return
+        assert choice is not None  # made in transform
+        self._check_schedule(trainer, step, is_new=not self._saved)
         masks = WeightMasks({name: pl_module.get_parameter(name) for name in choice.weights})
         self._check_amount([p.numel() for p in masks.weights.values()])
         if step > 0 and self._saved:
@@ -118,11 +122,11 @@ class Pruning(Technique, Settings):
             f"{f'; left out are {left_out}' if left_out else ''}"
         )
 
-    def _check_schedule(self, trainer: Any, step: int) -> None:
-        if step > self.begin and not self._saved:
+    def _check_schedule(self, trainer: Any, step: int, *, is_new: bool) -> None:
+        if step > self.begin and is_new:
             raise PresetError(
-                f"{OPTION}.begin={self.begin}, but the run begins at optimizer step {step} of a checkpoint without"
-                f" masks; write {OPTION}.begin={step} or a later step"
+                f"{OPTION}.begin={self.begin}, but the run begins at optimizer step {step} of a checkpoint in which"
+                f" nothing is pruned; write {OPTION}.begin={step} or a later step"
             )
         if not trainer.lightning_module.automatic_optimization or is_planned() or trainer.fast_dev_run:
             return  # how often optimizers step isn't known, or doesn't matter
@@ -146,11 +150,16 @@ class Pruning(Technique, Settings):
             )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Change the masks if the schedule says so."""
+        """Change the masks, or remove channels or heads, if the schedule says so."""
         masks, ctx = self._masks, self.ctx
+        step = optimizer_steps(trainer)
+        if self._structured is not None and self.removes_later and not is_planned():
+            change = self.change_at(step)
+            if change is not None and change > self._at:
+                self._structured.remove((batch, batch_idx), None if self.amount is None else self.share_at(change))
+                self._at = change
         if masks is None or ctx is None:
             return
-        step = optimizer_steps(trainer)
         if step < self._seen:  # weights are those of an earlier checkpoint
             self._apply(ctx, masks)
         self._seen = step
@@ -199,12 +208,14 @@ class Pruning(Technique, Settings):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Warn if the run has ended before the mask's last change, as an early stop and manual optimization may."""
-        if self._masks is not None and self._at < self.last_step and not (is_planned() or trainer.fast_dev_run):
+        acts = self._masks is not None or self.removes_later
+        if acts and self._at < self.last_step and not (is_planned() or trainer.fast_dev_run):
             name = "begin" if self.end is None else "end"
+            weights = "" if self._masks is None else f"; {sum(self._masks.pruned.values()):,} weights are pruned"
             warnings.warn(
-                f"{OPTION}: the run ended after {optimizer_steps(trainer)} optimizer steps, before the mask's last"
-                f" change ({OPTION}.{name}={self.last_step}); {sum(self._masks.pruned.values()):,} weights are pruned;"
-                f" write a smaller {OPTION}.{name}, or resume the run",
+                f"{OPTION}: the run ended after {optimizer_steps(trainer)} optimizer steps, before the last change by"
+                f" the schedule ({OPTION}.{name}={self.last_step}){weights}; write a smaller {OPTION}.{name}, or resume"
+                " the run",
                 stacklevel=2,
             )
 
