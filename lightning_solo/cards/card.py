@@ -109,8 +109,9 @@ class Card:
             the changed `Tracing`; see `lightning_solo.planner.rules`.
         footprint: ``"module:function"``, a function that returns the bytes of the model states from settings, a
             `cards.footprint.Request` and the `Footprint` without this technique.
-        solved: its part in a solved plan: the setting that the solver decides, ``"modes"`` of blocks, or
-            ``"state_budget"``; ``"moving"`` if it moves the tensors that modes name to the host; empty for none.
+        solved: its part in a solved plan: the setting that the solver decides, ``"modes"`` of blocks,
+            ``"state_budget"`` or ``"weight_budget"``; ``"moving"`` if it moves the tensors of modes to the host; empty
+            for none.
     """
 
     name: str
@@ -137,7 +138,7 @@ class Card:
     rung: Rung | None = None
     planned: str = "attached"
     footprint: str | None = None
-    solved: Literal["", "modes", "moving", "state_budget"] = ""
+    solved: Literal["", "modes", "moving", "state_budget", "weight_budget"] = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.settings, type) and issubclass(self.settings, TechniqueSettings):

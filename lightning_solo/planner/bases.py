@@ -37,5 +37,8 @@ class Bases:
 def is_base(config: Configuration) -> bool:
     """Return whether modes of blocks can be added to a preset."""
     owned = {resource for chosen in config.techniques for resource in chosen.owned()}
-    moves = any(chosen.card.solved == "moving" for chosen in config.techniques)
+    moves = any(
+        chosen.card.solved in ("moving", "weight_budget") or getattr(chosen.settings, "state_budget", None) is not None
+        for chosen in config.techniques
+    )
     return config.strategy is None and "saved_tensors" not in owned and not moves

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from lightning_solo.cards.blocks import HOST_INPUT, KEEP, KEEP_PRODUCTS, MODES, OFFLOAD, RECOMPUTE
@@ -23,6 +24,7 @@ from lightning_solo.planner.rules import arrange
 from lightning_solo.planner.solver import (
     BACKWARD,
     DOWN,
+    FORWARD,
     STEP,
     UP,
     Choice,
@@ -36,7 +38,12 @@ from lightning_solo.planner.solver import (
 from lightning_solo.presets.writing import fields_of
 
 ROUNDS = 3  # in which the traced plan's difference from the tables corrects the budget
-STATES = "optimizer states"
+STATES, WEIGHTS = "state_budget", "weight_budget"
+PASSES = {
+    STATES: {(BACKWARD, UP): 1, (BACKWARD, DOWN): 1},
+    WEIGHTS: {(FORWARD, UP): 1, (BACKWARD, UP): 1, (BACKWARD, DOWN): 1},
+}
+"""Part that may be on the host -> number of times that each of its bytes passes the bus in a phase, per direction."""
 
 
 def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
@@ -85,7 +92,7 @@ class _Solver:
     def __init__(self, planner: Planner, bases: Bases, base: Configuration) -> None:
         self._planner, self._bases, self._base = planner, bases, base
         self._without_launches = 1.0
-        self._resident = 0  # bytes of optimizer states, if all are on the device
+        self._resident: Mapping[str, int] = {}  # bytes of each category, if all of them are on the device
         self._cuda = planner.device.name != CPU
         share = 1.0 if bases.accept_tight else 1 / (1 + TIGHT)
         self._budget = int(planner.budget * share)
@@ -121,55 +128,79 @@ class _Solver:
 
     def _problem(self) -> Problem:
         """Return the tables of all modes, from a trace for each."""
-        kept = self._trace(self._base)
+        kept, device = self._trace(self._base), self._planner.device
         names = list(dict.fromkeys(mark.block for mark in kept.marks))
-        configs = {}
-        for mode in (KEEP_PRODUCTS, RECOMPUTE, *((HOST_INPUT, OFFLOAD) if self._cuda else ())):
-            config = with_modes(self._base, {mode: names})
-            try:
-                config.check()
-            except SoloError:  # a technique of the base that moves saved tensors itself
-                continue
-            configs[mode] = config
-        states = self._states_away(configs.get(RECOMPUTE))
-        captures = [partial(self._trace, each) for each in (*configs.values(), *states)]
-        others = run_in_forks(*captures) if captures else []
-        device = self._planner.device
+        modes = (KEEP_PRODUCTS, RECOMPUTE, *((HOST_INPUT, OFFLOAD) if self._cuda else ()))
+        configs = {mode: with_modes(self._base, {mode: names}) for mode in modes}
+        configs |= self._moved(configs[RECOMPUTE])
+        traces = self._traces(configs)
         tables, costs = {KEEP: block_table(kept, device)}, {KEEP: self._costs(self._base, kept)}
-        for (mode, config), trace in zip(configs.items(), others, strict=False):
-            table = block_table(trace, device)
+        for mode in traces.keys() & set(modes):
+            table = block_table(traces[mode], device)
             if mode not in (HOST_INPUT, OFFLOAD) or any(option.copied for option in table.options):
-                tables[mode], costs[mode] = table, self._costs(config, trace)
-        problem = replace(problem_of(tables, self._budget, self._host), bandwidth=device.host_bandwidth)
+                tables[mode], costs[mode] = table, self._costs(configs[mode], traces[mode])
+        if len(tables) == 1:
+            raise PlanError("no block can be recomputed")
+        tables = {mode: tables[mode] for mode in MODES if mode in tables}
+        problem = replace(problem_of(tables, self._budget, self._host), bandwidth=device.copy_speeds()[0])
         plain = evaluate(problem, dict.fromkeys(names, KEEP))
         # operators' seconds alone, against their schedule's, in which short ones wait for their launches
         self._without_launches = plain.seconds / costs[KEEP][1]
         problem = replace(problem, budget=self._budget - (costs[KEEP][0] - plain.peak))
 
-        def delay_of(mode: str, seconds: float, away: int = 0) -> float:
-            choice = evaluate(problem, dict.fromkeys(names, mode), {STATES: away} if away else {})
-            return delay(problem, choice, self._without_launches * seconds)
+        def delay_of(
+            problem: Problem, mode: str, seconds: float, away: Mapping[str, int] = MappingProxyType({})
+        ) -> float:
+            return delay(problem, evaluate(problem, dict.fromkeys(names, mode), away), self._without_launches * seconds)
 
         moving = [mode for mode in tables if mode in (HOST_INPUT, OFFLOAD)]
-        problem = replace(problem, delays={mode: delay_of(mode, costs[mode][1]) for mode in moving})
-        if not states:
-            return problem
-        ((config,), away) = states, others[-1]
-        frees = (resources(chosen.card.frees, chosen.settings) for chosen in self._base.techniques)
-        phase = BACKWARD if any("gradients" in freed for freed in frees) else STEP  # released ones are stepped in it
-        self._resident = kept.log.breakdown(len(kept.log.events))["optimizer_states"]
-        gone = tables[RECOMPUTE].base - block_table(away, device).base
-        movable = Movable(away.host_bytes, max(0, away.host_bytes - gone), {(phase, UP): 1, (phase, DOWN): 1})
-        problem = replace(problem, movables={STATES: movable})
-        factor = delay_of(RECOMPUTE, self._costs(config, away)[1], movable.bytes)
-        return replace(problem, movables={STATES: replace(movable, passes=dict.fromkeys(movable.passes, factor))})
+        problem = replace(problem, delays={mode: delay_of(problem, mode, costs[mode][1]) for mode in moving})
+        self._resident = kept.log.breakdown(len(kept.log.events))
+        movables: dict[str, Movable] = {}
+        for part in traces.keys() & PASSES.keys() if RECOMPUTE in tables else ():
+            size = traces[part].host_bytes
+            gone = tables[RECOMPUTE].base - block_table(traces[part], device).base
+            movable = Movable(size, max(0, size - gone), self._passes(part))
+            alone = replace(problem, movables={part: movable})
+            factor = delay_of(alone, RECOMPUTE, self._costs(configs[part], traces[part])[1], {part: size})
+            passes = {way: times * factor for way, times in movable.passes.items()}
+            movables[part] = replace(movable, passes=passes)
+        return replace(problem, movables=movables)
 
-    def _states_away(self, config: Configuration | None) -> list[Configuration]:
-        """Return the preset with all optimizer states on the host, if it can be written."""
-        settings = None if config is None else _settings(config, "state_budget")
-        if config is None or settings is None or not self._cuda:
-            return []
-        return [with_settings(config, state_budget=0)] if settings.state_budget is None else []
+    def _passes(self, part: str) -> Mapping[tuple[str, str], int]:
+        """Return how often each byte on the host passes the bus; released gradients are stepped in backward."""
+        return PASSES[part] if self._releases else {(STEP, UP): 1, (STEP, DOWN): 1}
+
+    @property
+    def _releases(self) -> bool:
+        freed = (resources(chosen.card.frees, chosen.settings) for chosen in self._base.techniques)
+        return any("gradients" in each for each in freed)
+
+    def _moved(self, config: Configuration) -> dict[str, Configuration]:
+        """Return the presets with all optimizer states, or all blocks' weights, on the host, where that is possible."""
+        if not self._cuda:
+            return {}
+        moved = {}
+        settings = _settings(config, STATES)
+        if settings is not None and settings.state_budget is None:
+            moved[STATES] = with_settings(config, state_budget=0)
+        # clipping by norm would also keep gradients on the host
+        if self._releases and not self._planner.trainer.get("gradient_clip_val"):
+            moved[WEIGHTS] = replace(config, techniques=(*config.techniques, _chosen(WEIGHTS)))
+        return moved
+
+    def _traces(self, configs: Mapping[str, Configuration]) -> dict[str, Trace]:
+        """Return the trace of each preset that the module can be trained with."""
+
+        def traced(config: Configuration) -> Trace | None:
+            try:
+                config.check()
+                return self._trace(config)
+            except Exception:  # of a technique that refuses the module, or can't be combined with the base
+                return None
+
+        traces = run_in_forks(*(partial(traced, config) for config in configs.values()))
+        return {name: trace for name, trace in zip(configs, traces, strict=True) if trace is not None}
 
     def _costs(self, config: Configuration, trace: Trace) -> tuple[int, float]:
         return self._planner.costs(arrange(config, self._planner.trainer), trace)
@@ -182,8 +213,10 @@ class _Solver:
         by_mode = {mode: names for mode, names in by_mode.items() if names}
         config = self._base if by_mode.keys() <= {KEEP} else with_modes(self._base, by_mode)
         if size := choice.away.get(STATES, 0):
-            stays = self._resident - size
-            config = with_settings(config, state_budget=max(0, stays))
+            config = with_settings(config, state_budget=max(0, self._resident["optimizer_states"] - size))
+        if size := choice.away.get(WEIGHTS, 0):
+            added = _chosen(WEIGHTS, weight_budget=max(0, self._resident["weights"] - size))
+            config = replace(config, techniques=(*config.techniques, added))
         config.check()
         return config
 

@@ -11,19 +11,20 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_solo.attach import trainer_kwargs
-from lightning_solo.planner import preset_plans
 from lightning_solo.planner.auto import configuration_of
 from lightning_solo.planner.bases import Bases
 from lightning_solo.planner.block_marks import BACKWARD, FORWARD
 from lightning_solo.planner.block_tables import block_table, problem_of
 from lightning_solo.planner.device import device
+from lightning_solo.planner.plan import TIGHT, verdict_of
 from lightning_solo.planner.planner import Planner
 from lightning_solo.planner.rules import arrange
-from lightning_solo.planner.solved_plan import with_modes
-from lightning_solo.planner.solver import evaluate
+from lightning_solo.planner.solved_plan import _Solver, solved, with_modes
+from lightning_solo.planner.solver import Choice, evaluate
 from lightning_solo.presets.compose import compose
+from lightning_solo.presets.writing import fields_of
 from lightning_solo.reference.byte_gpt import ByteGPT
-from lightning_solo.units import GiB, MiB
+from lightning_solo.units import GiB
 from tests.modules import Held
 
 NAMES = [f"blocks.{number}" for number in range(4)]
@@ -59,28 +60,43 @@ def test_tables_of_equal_modes_predict_peaks_of_mixed_ones(on: str) -> None:
     assert again.backward_s > kept.backward_s
 
 
+def test_choice_becomes_a_preset_of_modes_and_budgets() -> None:
+    base = compose("compact")
+    solver = _Solver(Planner(make, text(4), {}, device("rtx_4090"), GiB), Bases({"compact": base}), base)
+    solver._resident = {"optimizer_states": 300, "weights": 200}
+    modes = {"blocks.0": "recompute", "blocks.1": "offload", "blocks.2": "keep"}
+    config = solver._configured(Choice(modes, {"state_budget": 100, "weight_budget": 150}, 0, 0, 0.0))
+    added = {chosen.card.solved: chosen.settings for chosen in config.techniques if chosen.card.solved}
+    assert added["modes"].modes == {"keep": ["blocks.2"], "recompute": ["blocks.0"], "offload": ["blocks.1"]}
+    assert (added["state_budget"].state_budget, added["weight_budget"].weight_budget) == (200, 50)
+    assert "moving" in added
+    assert compose(fields_of(config)) == config
+    assert solver._configured(Choice(dict.fromkeys(modes, "keep"), {}, 0, 0, 0.0)) == base
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("budget_mib", [11, 14, 18])
-def test_solved_plan_counts_as_planned_and_is_no_slower_than_presets(budget_mib: int) -> None:
+@pytest.mark.parametrize("share", [0.35, 0.7])
+def test_solved_plan_counts_as_planned_and_is_no_slower_than_presets(share: float) -> None:
     module = ByteGPT(width=64, depth=6, heads=2, context=64, warmup_steps=2)
     batch = text(16)
     names = ["baseline", "checkpointing", "checkpointing_selective"]
-    bases = Bases({"baseline": replace(compose("baseline"), precision="32-true")}, None)
     configs = {name: replace(compose(name), precision="32-true") for name in names}
-    plans = preset_plans.plan(
-        module, batch, presets=configs, device="cpu", budget=budget_mib * MiB, bases=bases, timeout_s=600
-    )
-    assert isinstance(plans, list)
-    by_name = {plan.preset: plan for plan in plans}
-    solved = by_name["solved"]
-    assert solved.verdict == "fits"
-    assert all(solved.seconds_per_step <= plan.seconds_per_step * 1.02 for plan in plans if plan.verdict == "fits")
-    config = configuration_of(solved)
-    (checkpointing,) = [chosen for chosen in config.techniques if chosen.card.name == "activation_checkpointing"]
-    assert len(checkpointing.settings.modes) > 1, "blocks differ"
+    planner = Planner(lambda: module, batch, {}, device("cpu"), GiB)
+    plans = {name: planner.plan(name, config) for name, config in configs.items()}
+    least, most = plans["checkpointing"].needed_bytes, plans["baseline"].needed_bytes
+    planner.budget = budget = int((least + share * (most - least)) * (1 + TIGHT))
+    plans = {name: replace(plan, verdict=verdict_of(plan.needed_bytes, budget)) for name, plan in plans.items()}
+    result = solved(planner, Bases({"baseline": configs["baseline"]}), plans)
+    assert result.verdict == "fits"
+    fitting = [plan.seconds_per_step for plan in plans.values() if plan.verdict == "fits"]
+    assert result.seconds_per_step < min(fitting)
+    config = configuration_of(result)
+    (modes,) = [chosen.settings.modes for chosen in config.techniques if chosen.card.solved == "modes"]
+    assert len(modes) > 1, "blocks differ"
     watch = Held()
-    arguments = trainer_kwargs(solved.configuration, callbacks=[watch])
+    assert result.configuration is not None
+    arguments = trainer_kwargs(result.configuration, callbacks=[watch])
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     fit: Any = L.Trainer(accelerator="cpu", max_steps=3, enable_model_summary=False, **{**arguments, **quiet})
     fit.fit(module, DataLoader([batch] * 8, batch_size=None))
-    assert watch.peak_bytes == pytest.approx(solved.peak_bytes, rel=0.03)
+    assert watch.peak_bytes == pytest.approx(result.peak_bytes, rel=0.03)

@@ -123,6 +123,7 @@ CARD = Card(
     reference="Pudipeddi et al. 2020, layer-to-layer execution, https://arxiv.org/abs/2002.05645; Ren et al. 2021,"
     " ZeRO-Offload, https://arxiv.org/abs/2101.06840",
     exact=True,
+    solved="weight_budget",
     frees=frozenset({"gradients"}),
     rules=(_rivals, _accumulates, _scaled_gradients),
     planned="lightning_solo.techniques.weights_on_host.card:planned",
