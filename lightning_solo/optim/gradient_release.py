@@ -21,7 +21,8 @@ On a GPU the host waits for the device once, at the end of a window, to learn wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,14 +36,15 @@ from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.gradient_checks import not_finite, require_dense
 from lightning_solo.optim.gradient_sums import GradientSums
 from lightning_solo.optim.immediate_steps import ImmediateSteps, clamped
-from lightning_solo.optim.kernels import Control
-from lightning_solo.optim.memory_order import buckets
+from lightning_solo.optim.kernels import Control, Sum
+from lightning_solo.optim.memory_order import buckets, in_memory_order
 from lightning_solo.optim.operator_kernels import greatest, norm
 from lightning_solo.optim.param_groups import name_in, parameters_of
 from lightning_solo.optim.staging import Staging
 from lightning_solo.optim.window_gradients import saved_window
 
 BUFFERS = ("device", "host")
+_TOO_LARGE = "the norm of all gradients is too large for fp32; no weight has been touched"
 Observer = Callable[[Sequence[Tensor], Tensor, Tensor], None]
 """Receives parameters, and the norms of their gradients before and after clipping, in fp32, a number for each."""
 
@@ -73,6 +75,8 @@ class StepInBackward:
         postpone: called at the end of a window of kept gradients, all finite, with their parameters and a function that
             steps some of them, now or later, with the hyperparameters of now. Returns those that step now; the others
             must have been stepped before the next backward.
+        measures: whether each window of one micro-batch has a backward within `measuring`, which only measures
+            gradients, and then another with the same gradients, which steps; ``max_norm`` keeps no gradient then.
         keep_in: the type of kept gradients on the host; None: as they come, sums in fp32 or wider.
 
     Raises:
@@ -104,6 +108,8 @@ class StepInBackward:
         self.losses: Tensor | None = None
         self.postpone: Callable[[list[Tensor], Callable[[list[Tensor]], None]], list[Tensor]] | None = None
         self.keep_in: torch.dtype | None = None
+        self.measures = False
+        self._norms: dict[Tensor, Tensor] | None = None  # of parts of the gradients that are only measured
         self._remedy = remedy
         self._immediate = ImmediateSteps(optimizer)
         self._compact = optimizer if isinstance(optimizer, CompactAdamW) else None
@@ -127,7 +133,7 @@ class StepInBackward:
     @property
     def immediate(self) -> bool:
         """Whether parameters are stepped in backward, so that no gradient is kept."""
-        return self.accumulation == 1 and self.max_norm is None
+        return self.accumulation == 1 and (self.max_norm is None or self.measures)
 
     @property
     def has_kept(self) -> bool:
@@ -232,10 +238,13 @@ class StepInBackward:
         parameter.grad = None
         if gradient is None:
             return
-        if self.arriving is not None:
-            self.arriving(parameter)
         if gradient.is_sparse:
             require_dense(self.optimizer, [(parameter, gradient)])
+        if self._norms is not None:
+            self._norms[parameter] = self._measured(parameter, gradient)
+            return
+        if self.arriving is not None:
+            self.arriving(parameter)
         if not self.immediate:
             self._keep(parameter, gradient)
         elif parameter in self._immediate:
@@ -244,8 +253,50 @@ class StepInBackward:
             if self.observe is not None:
                 with torch.no_grad():
                     before, after = (norm(gradient, bound).float().view(1) for bound in (math.inf, self._bound))
-                    self.observe([parameter], before, after)
+                    scale = self._immediate.scale
+                    self.observe([parameter], before, after if scale is None else after * scale)
             self._immediate.step(parameter, gradient, self._bound)
+
+    @torch.no_grad()
+    def _measured(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return the norms of the parts of a gradient."""
+        assert self._norms is not None
+        if parameter in self._norms:
+            raise self._second_gradient(parameter)
+        measuring = self._immediate.kernels_of(gradient.device)
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        norms = torch.zeros(measuring.partials_of(gradient.numel()), dtype=wide, device=gradient.device)
+        measuring.add([Sum(in_memory_order(gradient), partials=norms)], self._control())
+        return norms
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Only measure gradients within this context; those of the next backward are clipped by their norm.
+
+        Raises:
+            GradientError: a gradient is infinite or NaN; no weight has been touched.
+        """
+        norms: dict[Tensor, Tensor] = {}
+        self._norms, self._immediate.scale = norms, None
+        try:
+            yield
+        finally:
+            self._norms = None
+        kept = [p for p in parameters_of(self.optimizer) if p in norms]
+        if not kept:
+            return
+        scale = self._scale(torch.linalg.vector_norm(torch.cat([norms[p] for p in kept])))
+        if bool(scale.isnan()):
+            for p in kept:
+                if bool(norms[p].isfinite().logical_not().any()):
+                    raise not_finite(self.optimizer, p)
+            raise RefusedStepError(_TOO_LARGE)
+        self._immediate.scale = scale.float() if self._compact is not None else scale
+
+    def _scale(self, total: Tensor) -> Tensor:
+        """Return the factor of gradients with a norm; NaN if that isn't finite."""
+        scale = (math.inf if self.max_norm is None else self.max_norm) / (total + 1e-6)
+        return torch.where(total.isfinite(), scale.clamp(max=1.0), torch.nan)
 
     def _control(self, scale: Tensor | None = None) -> Control:
         if self._compact is not None:
@@ -319,8 +370,7 @@ class StepInBackward:
         total = self._sums.norm(kept, self._control())
         if self.losses is not None:
             total = total + 0 * self.losses.sum()  # NaN if one isn't finite
-        scale = (math.inf if self.max_norm is None else self.max_norm) / (total + 1e-6)
-        scale = torch.where(total.isfinite(), scale.clamp(max=1.0), torch.nan)
+        scale = self._scale(total)
         if self.observe is not None:
             after = self._sums.norms(kept, self._control())
             before = after if self.max_value is None else self._sums.norms(kept, self._measuring(math.inf))
@@ -372,7 +422,7 @@ class StepInBackward:
             gradient = self._sums.on_device(p, self._sums[p])
             if gradient.numel() and bool(greatest([gradient])[0].isfinite().logical_not()):
                 raise not_finite(self.optimizer, p)
-        raise RefusedStepError("the norm of all gradients is too large for fp32; no weight has been touched")
+        raise RefusedStepError(_TOO_LARGE)
 
     def _name(self, parameter: Tensor) -> str:
         return name_in(self.optimizer, parameter)

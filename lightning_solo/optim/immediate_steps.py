@@ -32,6 +32,7 @@ class ImmediateSteps:
         self._compact = optimizer if isinstance(optimizer, CompactAdamW) else None
         self._kernels: dict[torch.device, Kernels] = {}
         self._stepped: dict[Tensor, Tensor | None] = {}  # with the largest magnitude of the gradient, if it is measured
+        self.scale: Tensor | None = None  # of the gradients of this window
         self._waiting: list[tuple[Tensor, Tensor]] = []  # small ones, to be stepped together
         self._waiting_bytes = 0  # of their gradients
 
@@ -61,6 +62,7 @@ class ImmediateSteps:
             GradientError: a gradient was infinite or NaN.
         """
         self.flush(bound)
+        self.scale = None
         stepped, self._stepped = self._stepped, {}
         first = None
         on_device = {p: largest for p, largest in stepped.items() if largest is not None}
@@ -105,9 +107,10 @@ class ImmediateSteps:
         if compact is None or not compact.kernels.folds:  # else a step records by itself what wasn't finite
             self._check(pairs)
         if compact is not None:
-            compact.step_many(pairs, compact.control(bound=bound))
+            compact.step_many(pairs, compact.control(self.scale, bound))
         else:
-            self.step_pairs([(p, clamped(gradient, bound)) for p, gradient in pairs], None)
+            factor = None if self.scale is None else float(self.scale)
+            self.step_pairs([(p, clamped(gradient, bound)) for p, gradient in pairs], factor)
 
     def _check(self, pairs: Pairs) -> None:
         """Refuse gradients that aren't finite on a CPU; record the largest magnitude of others, without waiting."""

@@ -57,6 +57,10 @@ class ReleasedGradients(Technique):
         """The type of kept gradients; None: as they come, sums in fp32 or wider."""
         return None
 
+    def measures(self, ctx: Run, release: StepInBackward) -> bool:
+        """Return whether a backward of its own measures the norm of gradients, which aren't kept then."""
+        return False
+
     @property
     def _word(self) -> str:
         return self.option.rpartition(".")[2]
@@ -109,6 +113,8 @@ class ReleasedGradients(Technique):
             remedy=keeper.remedy,
         )
         release.keep_in = keeper.keep_in
+        if value and not release.immediate and not by_hand and keeper.measures(ctx, release):
+            release.measures, release.max_norm = True, float(value)
         ctx.undo.callback(self._stop)
         if release.buffer == "host" and not release.immediate:
             release.allocate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_solo.errors import BudgetError, GradientError
+from lightning_solo.errors import BudgetError, ConflictError, GradientError
 from lightning_solo.memory import host_slabs
 from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner
@@ -116,6 +117,56 @@ def test_losses_and_weights_are_those_of_resident_weights(make_trainer: Make, ot
     assert_same(on_host, resident)
     if precision == "32-true" and others == "alone":
         assert_same(on_host, fit(make_trainer, **options))  # and of Lightning's own clipping
+
+
+class Normed(Net):
+    """Counts its forwards, in an attribute and by a normalisation layer, and draws from Python's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(WIDTH), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return super().forward(self.norm(x * random.uniform(0.9, 1.1)))
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("others", [name if name == "mixed, recomputed" else long(name) for name in TECHNIQUES])
+def test_a_second_backward_leaves_what_one_does(make_trainer: Make, others: str) -> None:
+    precision, techniques = TECHNIQUES[others]
+
+    def run(*callbacks: Any) -> Any:
+        random.seed(7)
+        torch.manual_seed(0)
+        return fit(make_trainer, *callbacks, *techniques(), module=module_of(Normed()), precision=precision)
+
+    technique = WeightsOnHost(clipping="second_backward")
+    twice, resident = run(technique), run(GradientRelease())
+    assert technique.ring is not None
+    assert technique.ring.copies > 4 * 3  # blocks of twice as many passes
+    assert not any(twice.waited)
+    assert_same(twice, resident)
+    assert twice.net.calls == resident.net.calls == 4
+
+
+@pytest.mark.any_device
+def test_the_second_backward_is_chosen_where_the_host_has_no_room(
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    plain = fit(make_trainer)
+    monkeypatch.setattr(host_slabs, "host_memory", lambda: (2**30, 2 * BLOCK))
+    for others in ([], [GradientRelease()]):
+        assert_same(fit(make_trainer, WeightsOnHost(), *others), plain)
+    assert caplog.text.count("backward twice") == 2
+    assert "168.63 KiB" in caplog.text
+    module = module_of()
+    module.net.blocks[3].first.weight.register_hook(lambda grad: grad * math.nan)
+    before = {name: p.clone() for name, p in module.state_dict().items()}
+    with pytest.raises(GradientError, match=mentions("net.blocks.3.first.weight", "no weight")):
+        fit(make_trainer, WeightsOnHost(), module=module)
+    assert equal(dict(module.cpu().state_dict()), before)
 
 
 @pytest.mark.any_device
@@ -293,25 +344,34 @@ def test_clipping_by_the_modules_own_hook(make_trainer: Make) -> None:
 
 
 @pytest.mark.cpu_only("it moves nothing")
-def test_too_small_a_host_is_refused_beside_gradient_release_too(
+def test_too_small_a_host_and_a_bound_that_comes_late_are_refused(
     make_trainer: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit(make_trainer, WeightsOnHost(), GradientRelease())
+    module = module_of()
+    hook = {"configure_gradient_clipping": lambda self, optimizer, *_: self.clip_gradients(optimizer, 0.1, "norm")}
+    module.__class__ = type("Halving", (type(module),), hook)
+    with pytest.raises(ConflictError, match=mentions("configure_gradient_clipping", "clipping=deferred")):
+        fit(make_trainer, WeightsOnHost(clipping="second_backward"), module=module)
     monkeypatch.setattr(host_slabs, "host_memory", lambda: (2**30, 2 * BLOCK))
+    remedies = ("clipping=second_backward", "kept_gradients=bf16", "gradient_clip_algorithm")
     for others in ([], [GradientRelease()]):
-        with pytest.raises(BudgetError, match=mentions("gradients", "kept_gradients=bf16", "gradient_clip_algorithm")):
-            fit(make_trainer, WeightsOnHost(), *others)
+        with pytest.raises(BudgetError, match=mentions("gradients", *remedies)):
+            fit(make_trainer, WeightsOnHost(clipping="deferred"), *others)
 
 
 @pytest.mark.long
 def test_a_plan_has_the_gradients_on_the_host_and_on_the_bus() -> None:
     (batch,) = loader(1, width=WIDTH)
-    preset = compose({"precision": "32-true", "callback": {"weights_on_host": {}}})
-    plain, clipped = (
-        Planner(module_of, batch, trainer, device("rtx-4090"), GiB).plan("tried", preset)
-        for trainer in ({}, {"gradient_clip_val": 1.0})
+    plain, clipped, twice = (
+        Planner(module_of, batch, {"gradient_clip_val": bound}, device("rtx-4090"), GiB).plan(
+            "tried", compose({"precision": "32-true", "callback": {"weights_on_host": {"clipping": clipping}}})
+        )
+        for bound, clipping in ((None, "auto"), (1.0, "auto"), (1.0, "second_backward"))
     )
     gradients = BLOCKS * BLOCK + OUTSIDE
     assert 0 <= clipped.host_bytes - plain.host_bytes - gradients < 4096  # aligned
     for stream in (TO_DEVICE, TO_HOST):
         assert busy(clipped.timeline, stream) > 1.3 * busy(plain.timeline, stream)
+    assert twice.host_bytes == plain.host_bytes
+    assert twice.seconds_per_step > 1.3 * plain.seconds_per_step
+    assert busy(twice.timeline, TO_HOST) < busy(clipped.timeline, TO_HOST)

@@ -41,9 +41,15 @@ class Settings(TechniqueSettings):
         "buffers on the device, each as large as the largest block: one is used, one goes back, one comes",
         at_least=2,
     )
+    clipping: str = setting(
+        "auto",
+        "by norm: deferred keeps gradients on the host, and updates blocks in the next forward; second_backward runs"
+        " each batch twice, first to measure the norm, and keeps none. auto: deferred if the host has room",
+        allowed=("auto", "deferred", "second_backward"),
+    )
     kept_gradients: str = setting(
         "exact",
-        "under clipping by norm, which keeps gradients on the host until the next forward: exact, as they come, or"
+        "under deferred clipping, which keeps gradients on the host until the next forward: exact, as they come, or"
         " bf16, which halves the bytes of fp32 weights' gradients and rounds each number once",
         allowed=("exact", "bf16"),
     )
@@ -116,7 +122,7 @@ CARD = Card(
     " of the layer that backward is at",
     costs="page-locked host memory for these weights. Each block's pass the bus twice to the device and, as far as they"
     " are trained, once back, in every step, while other blocks are computed. Under clipping by norm the gradients pass"
-    " it once each way, and take as much host memory as the weights that are trained",
+    " it once each way, and take as much host memory as the weights that are trained; or each batch runs twice",
     numerics="bit-exact: the same numbers, at other places",
     conflicts="accumulation, manual optimization, 16-mixed, compiled blocks, averages of the weights,"
     " pruning, strategies that store the weights in their own way (all refused)",

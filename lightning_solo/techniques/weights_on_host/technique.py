@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError, NothingToDoError, RefusedStepError
+from lightning_solo.memory import host_slabs
 from lightning_solo.memory.category_peaks import is_compiled
 from lightning_solo.memory.weight_ring import WeightRing
 from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.forwards import restore_forwards
 from lightning_solo.nn.host_weights import leaving, store, weights_of_blocks
+from lightning_solo.nn.rollback import Rollback, attributes_kept
 from lightning_solo.nn.streaming import Streamed, stream_blocks, taken_out
+from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.gradient_release import StepInBackward
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.state_placement import free_bytes
@@ -44,6 +47,7 @@ class WeightsOnHost(ReleasedGradients, Settings):
 
     Under clipping by norm gradients are kept on the host. Once their norm is known, weights outside the blocks step,
     and each block as it is used in the next step's forward; the last of all before anything else may read weights.
+    Or each batch runs twice, first to measure the norm.
 
     Raises:
         PresetError: an argument is ill-formed.
@@ -53,7 +57,8 @@ class WeightsOnHost(ReleasedGradients, Settings):
     option = OPTION
     buffer = "host"  # of gradients that are kept
     remedy = (
-        f"write Trainer(gradient_clip_algorithm='value'), which keeps no gradients, or {OPTION}.kept_gradients=bf16"
+        f"write {OPTION}.clipping=second_backward or Trainer(gradient_clip_algorithm='value'), which keep no gradients,"
+        f" or {OPTION}.kept_gradients=bf16"
     )
     joins_evaluation = True
 
@@ -62,8 +67,28 @@ class WeightsOnHost(ReleasedGradients, Settings):
         self._ring: WeightRing | None = None
         self._blocks: dict[str, nn.Module] = {}
         self._is_checked = self._is_settled = False
+        self._is_second = False  # whether the batch runs a second time
+        self._rollback: Rollback | None = None
         self._is_between = False  # steps, while blocks wait for their updates
         self._readers: set[str] = set()  # hooks between steps of code that may read weights
+
+    def measures(self, ctx: Run, release: StepInBackward) -> bool:
+        """Return whether each batch runs twice, first to measure the norm of its gradients."""
+        if self.clipping == "deferred" or release.accumulation > 1:
+            return False
+        why = ""
+        if self.clipping == "auto":
+            if isinstance(release.optimizer, CompactAdamW):
+                release.optimizer.place_states()  # they take host memory, too
+            needed, room = release.kept_bytes, host_slabs.host_room()
+            if needed <= room or host_slabs.is_planned():
+                return False
+            why = f", which need {format_bytes(needed)} of host memory, and {format_bytes(room)} may be used"
+        ctx.info(
+            "weights_on_host: each batch runs forward and backward twice, first to measure the norm of its gradients"
+            + why
+        )
+        return True
 
     @property
     def keep_in(self) -> torch.dtype | None:
@@ -90,6 +115,7 @@ class WeightsOnHost(ReleasedGradients, Settings):
                 write.
         """
         self._ring, self._is_checked, self._is_settled = None, False, self.weight_budget != AUTO
+        self._rollback = None
         if ctx.training:
             super().transform(ctx)
             _refuse(ctx)
@@ -163,6 +189,12 @@ class WeightsOnHost(ReleasedGradients, Settings):
         if release.immediate:
             release.arriving = ring.update
             return
+        if self.clipping == "second_backward":
+            raise ConflictError(
+                f"{OPTION}.clipping=second_backward and {type(pl_module).__name__}.configure_gradient_clipping, whose"
+                " bound isn't known before backward; write Trainer(gradient_clip_val=1.0) instead of the method, or"
+                f" {OPTION}.clipping=deferred"
+            )
         release.arriving, release.postpone = ring.arrive, ring.postpone
         self._look_between_steps(ctx)
         ctx.undo.callback(self._settle)
@@ -207,11 +239,41 @@ class WeightsOnHost(ReleasedGradients, Settings):
         """
         _refuse_accumulation(ctx)
         self._is_between = False
+        if self._is_second:  # of the same batch, whose weights are the same
+            return proceed(*args, **kwargs)
         if self._ring is not None and self._is_checked and not self._is_settled:
             self._settle_budget(ctx, self._ring)
         if self._ring is not None and not self._ring.waits:
             self._ring.begin()
         return proceed(*args, **kwargs)
+
+    def loss(self, ctx: Run, proceed: Callable[..., Any]) -> Any:
+        """Run a batch, twice where the first backward measures the norm of the gradients.
+
+        Raises:
+            GradientError: a gradient is infinite or NaN.
+        """
+        release = ctx.release
+        if release is None or not release.measures or self._ring is None:
+            return proceed()
+        if self._rollback is None:
+            self._rollback = Rollback(ctx.module, ctx.device)
+        self._rollback.save()
+        rewinds = [technique.rewind(ctx) for technique in ctx.having("rewind")]
+        with (
+            release.measuring(),
+            attributes_kept(ctx.module),
+            patches.within_batch(ctx.strategy.precision_plugin),
+            patches.logged_through(ctx.trainer, lambda *_, **__: None),
+        ):
+            proceed()
+        for restore in (self._rollback.restore, *rewinds):
+            restore()
+        self._is_second = True
+        try:
+            return proceed()
+        finally:
+            self._is_second = False
 
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
         """Run backward, after the updates of blocks that forward didn't use."""
