@@ -14,7 +14,7 @@ ELSEWHERE = {
     "cards/test_lightning_callbacks.py": "cards/configuration",
     "cli/test_command_line.py": "cli/application cli/hydra_section cli/presets cli/show",
     "cli/test_ladder.py": "cli/ladder_line cli/options cli/terminal",
-    "cli/test_plan.py": "cli/plan_display cli/plan_line report/plan_chart",
+    "cli/test_plan.py": "cli/plan_display cli/plan_line report/plan_chart cli/plan_largest",
     "cli/test_predict.py": "cli/trained_run",
     "cli/test_quantized_run.py": "cli/comparison",
     "cli/test_train.py": "cli/run_folder",

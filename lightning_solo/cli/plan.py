@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.plan_display import Progress, print_plans, print_readings, what_to_write
-from lightning_solo.cli.plan_line import compose, parse
+from lightning_solo.cli.plan_largest import conclusion, largest, line, setting_of, thriftiest
+from lightning_solo.cli.plan_line import PlanOptions, compose, parse
 from lightning_solo.cli.train import first_batch, model_of
-from lightning_solo.errors import SoloError
+from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.planner.device import CPU, this_device
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
@@ -50,10 +53,18 @@ def run(arguments: Sequence[str]) -> int:
     if options.calibrate:
         return measure(as_json=options.as_json)
     WORKER.start()  # it imports torch while presets are composed here
+    if options.largest:
+        return search(options, arguments)
+    checked, request, refused = request_of(options)
+    plans, failed = planned(request, host_of(options), caveats_last=options.all_presets)
+    failed = {**refused, **failed}
+    return show(options, arguments, checked, request, plans, failed)
+
+
+def request_of(options: PlanOptions) -> tuple[CheckedConfig, PlanRequest, dict[str, SoloError]]:
+    """Return the application, what to plan, and the errors of presets that refuse the overrides."""
     checked, presets, refused = compose(options)
     budget: Any = options.budget if options.device else Deferred(partial(budget_here, options.budget))
-    local = options.device is None or options.device.name == CPU
-    host = host_memory()[1] if options.host_memory is None and local else options.host_memory
     request = PlanRequest(
         make=partial(model_of, checked),
         batch=partial(first_batch, checked),
@@ -63,17 +74,84 @@ def run(arguments: Sequence[str]) -> int:
         micro_batch=options.micro_batch,
         presets=presets,
     )
-    plans, failed = planned(request, host, caveats_last=options.all_presets)
-    failed = {**refused, **failed}
+    return checked, request, refused
+
+
+def host_of(options: PlanOptions) -> int | None:
+    """Return the bytes of host memory; None if they are unknown."""
+    local = options.device is None or options.device.name == CPU
+    return host_memory()[1] if options.host_memory is None and local else options.host_memory
+
+
+def show(
+    options: PlanOptions,
+    arguments: Sequence[str],
+    checked: CheckedConfig,
+    request: PlanRequest,
+    plans: list[Plan],
+    failed: Mapping[str, SoloError],
+    found: Mapping[str, Any] | None = None,
+) -> int:
+    """Print plans, the largest value of a setting if one was searched, and pictures; return 0 if a preset fits."""
     advice = what_to_write(plans, options.overrides, checked)
     pictures = write_pictures(plans, options.picture) if options.picture is not None and plans else []
     if options.as_json:
-        print(json.dumps(as_plain(plans, failed, arguments, advice), indent=2))
+        plain = as_plain(plans, failed, arguments, advice)
+        print(json.dumps(plain if found is None else {**plain, "largest": found}, indent=2))
     else:
-        print_plans(plans, failed, notes(plans, presets), advice)
+        if found is not None:
+            print(found["conclusion"])
+        print_plans(plans, failed, notes(plans, request.presets), advice)
         for picture in pictures:
             print(f"picture: {picture}")
     return 0 if any(plan.fits for plan in plans) else 1
+
+
+def search(options: PlanOptions, arguments: Sequence[str]) -> int:
+    """Find the largest value of a setting, and print its plan; return 0 if one fits.
+
+    Of several presets, the one that takes least with the first value is planned with all others.
+
+    Raises:
+        PresetError: the setting has no number, or a value can't be planned.
+    """
+    setting = setting_of(options)
+    tried: dict[int, tuple[Plan, CheckedConfig, PlanRequest]] = {}
+    names = options.presets
+
+    def fits(value: int) -> bool:
+        nonlocal names
+        if value not in tried:
+            checked, request, refused = request_of(replace(setting.options(options, value), presets=names))
+            if len(names) > 1 and options.all_presets:
+                chosen = {name: preset for name, preset in request.presets.items() if not preset.caveats}
+                request = replace(request, presets=chosen or request.presets)
+            plans, failed = planned(request, host_of(options), caveats_last=options.all_presets, quiet=len(names) == 1)
+            if not plans:
+                error = next(iter({**failed, **refused}.values()))
+                raise PresetError(
+                    f"--largest {setting.key}: {setting.key}={value} can't be planned ({error}); write --multiple-of"
+                    " with a number that divides each value the module takes"
+                )
+            plan = thriftiest(plans)
+            names = (plan.preset,)
+            tried[value] = plan, checked, request
+            print(line(setting, value, plan), file=sys.stderr)
+        return tried[value][0].verdict == "fits"
+
+    value, too_large = largest(fits, setting.value, setting.multiple_of)
+    best = value or min(tried)
+    plan, checked, request = tried[best]
+    found = {
+        "setting": setting.key,
+        "value": value,
+        "too_large": too_large,
+        "multiple_of": setting.multiple_of,
+        "preset": plan.preset,
+        "conclusion": conclusion(setting, value, too_large, plan.preset),
+        "tried": {str(number): tried[number][0].needed_bytes for number in sorted(tried)},
+    }
+    return show(setting.options(options, best), arguments, checked, request, [plan], {}, found)
 
 
 def measure(*, as_json: bool) -> int:
@@ -93,9 +171,9 @@ def measure(*, as_json: bool) -> int:
 
 
 def planned(
-    request: PlanRequest, host_memory: int | None, *, caveats_last: bool
+    request: PlanRequest, host_memory: int | None, *, caveats_last: bool, quiet: bool = False
 ) -> tuple[list[Plan], dict[str, SoloError]]:
-    """Return the plans, best first, and the errors of the other presets.
+    """Return the plans, best first, and the errors of the other presets; ``quiet`` omits the progress.
 
     Raises:
         SoloError: no preset can be planned, for example because the module has no data, or the planning process ended.
@@ -110,7 +188,7 @@ def planned(
                 plans.append(answer)
             else:
                 failed[name] = answer
-            if name:
+            if name and not quiet:
                 progress.tell(name, answer)
     if "" in failed:
         raise failed[""]

@@ -32,7 +32,7 @@ OURS = {
 """Override of `lightning-solo train` that a plan doesn't take -> what to write."""
 TAKES = (
     "a plan takes overrides as `lightning-solo train` does, --device, --budget, --host-memory, --micro-batch,"
-    " --presets, --json and --picture; --calibrate alone"
+    " --presets, --largest, --multiple-of, --json and --picture; --calibrate alone"
 )
 DESCRIPTION = "Predict memory and time under each preset, also for a GPU that this machine lacks. Nothing is trained."
 AUTO = "auto"  # the preset that trains with the best plan's preset
@@ -52,6 +52,8 @@ class PlanOptions:
     host_memory: int | None = None
     calibrate: bool = False
     all_presets: bool = True  # no preset is named
+    largest: str = ""
+    multiple_of: int | None = None
 
 
 def parse(arguments: Sequence[str]) -> PlanOptions:
@@ -68,6 +70,8 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
     parser.add_argument("--host-memory", help="host memory of another machine, such as 64GiB (not checked)")
     parser.add_argument("--micro-batch", metavar="N", help="examples per forward (the data's batch)")
     parser.add_argument("--presets", help="presets, separated by commas; [a,b] combines two (all)")
+    parser.add_argument("--largest", metavar="SETTING", help="find the largest value that fits, as of model.width")
+    parser.add_argument("--multiple-of", metavar="N", help="with --largest: the values to try (64, or 1 below 64)")
     parser.add_argument("--json", action="store_true", help="print only JSON on standard output")
     parser.add_argument("--picture", metavar="FILE.png", help="draw each preset's peak by category")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's device for later plans")
@@ -77,6 +81,12 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
             f"--calibrate and {shlex.join(others)}: --calibrate measures this machine's device and plans nothing; write"
             " lightning-solo plan --calibrate, then plan"
         )
+    if options.multiple_of is not None and options.largest is None:
+        raise ConflictError(
+            f"--multiple-of {options.multiple_of}: it is for --largest; write --largest model.width too, or drop it"
+        )
+    if options.largest is not None and re.split(r"[./]", options.largest.lstrip("+"))[0] in OURS:
+        raise PresetError(f"--largest {options.largest}: a plan doesn't depend on it; write --largest model.width")
     preset = None
     for override in parsed(options.overrides):
         key = override.key_or_group
@@ -103,6 +113,8 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
         picture=None if options.picture is None else _picture(options.picture),
         host_memory=budget_bytes(options.host_memory, "--host-memory"),
         calibrate=options.calibrate,
+        largest=options.largest or "",
+        multiple_of=None if options.multiple_of is None else positive("--multiple-of", options.multiple_of, 64),
     )
 
 

@@ -19,6 +19,7 @@ from PIL import Image
 from lightning_solo.cli import main
 from lightning_solo.cli.plan import notes
 from lightning_solo.cli.plan_display import assumptions, bars, what_to_write
+from lightning_solo.cli.plan_largest import conclusion, largest, setting_of
 from lightning_solo.cli.plan_line import compose, parse
 from lightning_solo.errors import PlanError, PresetError, SoloError
 from lightning_solo.planner import calibrate
@@ -433,3 +434,68 @@ def test_a_model_that_depends_on_the_preset_is_planned_one_at_a_time() -> None:
         compose(parse(["--presets", "bf16,checkpointing,bf16_true", *depends]))
     checked, _, _ = compose(parse(["solo=bf16_true", *depends]))
     assert checked.model["precision"] == "bf16-true"
+
+
+@pytest.mark.parametrize("limit", [1, 63, 64, 100, 999, 1000, 10**5])
+@pytest.mark.parametrize("first", [1, 64, 96, 5000])
+@pytest.mark.parametrize("multiple_of", [1, 32])
+def test_largest_value_is_the_last_multiple_that_fits(limit: int, first: int, multiple_of: int) -> None:
+    tried: list[int] = []
+
+    def fits(value: int) -> bool:
+        tried.append(value)
+        return value <= limit
+
+    expected = limit // multiple_of * multiple_of
+    assert largest(fits, first, multiple_of) == (expected, expected + multiple_of)
+    assert len(tried) == len(set(tried)) <= 40
+    assert all(value % multiple_of == 0 for value in tried)
+
+
+def test_value_without_limit_ends_the_search() -> None:
+    value, too_large = largest(lambda value: True, 8, 1)
+    assert value >= 2**16
+    assert too_large is None
+
+
+def test_largest_starts_from_the_value_of_the_configuration_or_of_the_command_line() -> None:
+    setting = setting_of(parse(["model=byte_gpt_tiny", "solo=bf16", "--largest", "model.width"]))
+    assert (setting.key, setting.value, setting.multiple_of) == ("model.width", 128, 64)
+    options = parse(["model=byte_gpt_tiny", "model.depth=6", "solo=bf16", "--largest", "model.depth"])
+    setting = setting_of(options)
+    assert (setting.value, setting.multiple_of) == (6, 1)
+    assert setting.options(options, 9).overrides == ("model=byte_gpt_tiny", "model.depth=9")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--largest model.size", ("model.size", "write one", "+model.size=64")),
+        ("--largest model.dropout", ("model.dropout", "0.0", "whole numbers")),
+        ("--largest model", ("--largest model", "whole numbers")),
+        ("--largest run", ("--largest run", "--largest model.width")),
+        ("--largest model.width --multiple-of 0", ("--multiple-of 0", "at least 1")),
+        ("--multiple-of 8", ("--multiple-of 8", "--largest model.width")),
+    ],
+)
+def test_largest_of_what_has_no_whole_number_is_refused(line: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(SoloError) as error:
+        setting_of(parse(["model=byte_gpt_tiny", "solo=bf16", *line.split()]))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.long
+def test_largest_width_fits_and_the_next_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "model=byte_gpt_tiny", "solo=bf16", "--device", "rtx-4090", "--budget", "1GiB", "--json"]
+    assert main([*arguments, "--largest", "model.width"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    setting = found["largest"]
+    assert found["plans"][0]["verdict"] == "fits"
+    assert setting["too_large"] == setting["value"] + 64
+    assert conclusion(setting_of(parse([*arguments[1:-1], "--largest", "model.width"])), setting["value"],
+                      setting["too_large"], "bf16") == setting["conclusion"]  # fmt: skip
+    for value, verdict in ((setting["value"], "fits"), (setting["too_large"], "tight")):
+        main([*arguments, f"model.width={value}"])
+        needed = json.loads(capsys.readouterr().out)["plans"][0]
+        assert needed["needed_bytes"] == setting["tried"][str(value)]
+        assert (needed["verdict"] == "fits") == (verdict == "fits")
