@@ -57,6 +57,7 @@ def write_quantized(
     from lightning_solo.export.sources import read
     from lightning_solo.export.weights import source_of, widest_weights
     from lightning_solo.nn.adapter_weights import RECORD as ADAPTER
+    from lightning_solo.nn.factorizing import restructure
     from lightning_solo.nn.fake_quantization import RECORD, Rounding
     from lightning_solo.nn.packed_weights import load
 
@@ -80,7 +81,11 @@ def write_quantized(
     if options["activations"] == STATIC:
         batches = BATCHES if calibration_batches is None else calibration_batches
         options["calibrate"] = lambda module: _calibrated(module, data, batches)
-    weights = source_of(run.checkpoint, live=live)
+    weights = source_of(run.checkpoint, live=live, factors=True)
+    if {each["form"]["kind"] for each in weights.factors.get("layers", {}).values()} - {"linear"}:
+        weights = source_of(run.checkpoint, live=live)  # the products of an embedding's factors
+    elif weights.factors:
+        restructure(module, weights.factors)
     try:  # rounded in training were the weights as they are; otherwise fp32 masters are closer
         module.load_state_dict(weights.weights if record else widest_weights(weights))
     except RuntimeError as error:

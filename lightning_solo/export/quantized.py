@@ -56,7 +56,7 @@ def export_quantized(
     The folder has ``model.safetensors``, ``config.json`` and ``load.py``, which needs torch and safetensors alone:
     ``load(MyModule(), "folder")`` returns the module with quantized layers. A module that was trained with
     fake quantization gives the numbers that it was trained with, if the arguments are the same; of any other it is
-    quantization after training.
+    quantization after training. Factors in place of a linear layer are rounded each.
 
     Args:
         module: a LightningModule during or after its fit, or any other module.
@@ -101,13 +101,16 @@ def export_quantized(
         )
     folder = new_folder(module, output, "quantized", overwrite=overwrite)
     rounding = Rounding(bits, group_size, activations)
-    choice = chosen_layers(module, rounding, layers)
+    choice = chosen_layers(module, rounding, layers, with_factors=True)
     scales = {} if calibrate is None else _calibrated(module, choice, calibrate)
-    weights = dict(source_of(module).weights)
+    source = source_of(module, factors=True)
+    weights = dict(source.weights)
     require_tensors(folder, weights)
     before = sum({place(value): value.nbytes for value in weights.values()}.values())
     stored, config = _packed(choice, weights, rounding, scales)
     config |= loaded_structure(structure_of(module))
+    if source.factors:
+        config["factors"] = {name: each["form"] for name, each in source.factors["layers"].items()}
     after = write_with_loader(folder, stored, config, packed_weights)
     scale = f"in groups of {group_size}" if group_size else "by rows"
     left = with_reasons(choice.left_out, 5)

@@ -144,6 +144,14 @@ def put(module: nn.Module, before: nn.Module, after: nn.Module) -> None:
                 part._modules[name] = after
 
 
+def put_factors(module: nn.Module, layers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put factorized layers into a module of the user's class: name -> form; their weights are not set."""
+    for name, options in layers.items():
+        before: Any = module.get_submodule(name)
+        if not isinstance(before, Factorized):  # one that has two names
+            put(module, before, built(options, device=before.weight.device, dtype=before.weight.dtype))
+
+
 def tie(module: nn.Module, names: Mapping[str, str]) -> None:
     """Make parameters the same object as others: name -> name of the other."""
     for name, first in names.items():
@@ -163,10 +171,7 @@ def load(module: Module, folder: str | Path) -> Module:
     folder = Path(folder)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     weights = load_file(folder / "model.safetensors")
-    for name, options in config["layers"].items():
-        before: Any = module.get_submodule(name)
-        if not isinstance(before, Factorized):  # one that has two names
-            put(module, before, built(options, device=before.weight.device, dtype=before.weight.dtype))
+    put_factors(module, config["layers"])
     inside = tuple(f"{name}." for name in config["layers"])
     tie(module, {name: first for name, first in config["tied"].items() if name.startswith(inside)})
     weights.update({name: weights[first] for name, first in config["tied"].items()})

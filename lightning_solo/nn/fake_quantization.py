@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed, with_reasons
 from lightning_solo.nn.adapted import plain, plain_modules
+from lightning_solo.nn.factorized_layers import KINDS
 from lightning_solo.nn.factorizing import factorized
 from lightning_solo.nn.forwards import record_of, replace_forward, restore_forwards
 from lightning_solo.nn.named_weights import Weight, kept_parameters, kind_of, selected, weights_of
@@ -219,7 +220,12 @@ def restore(choice: Layers) -> None:
 
 
 def chosen_layers(
-    module: nn.Module, rounding: Rounding, patterns: str | Sequence[str] = LINEAR, option: str = ""
+    module: nn.Module,
+    rounding: Rounding,
+    patterns: str | Sequence[str] = LINEAR,
+    option: str = "",
+    *,
+    with_factors: bool = False,
 ) -> Layers:
     """Return the weights that can be rounded.
 
@@ -233,6 +239,7 @@ def chosen_layers(
         rounding: bits and size of groups.
         patterns: `LINEAR`, or patterns of qualified names of layers.
         option: path of the settings, for messages; empty for arguments of a function.
+        with_factors: whether the two layers in place of a linear one can be chosen, too.
 
     Raises:
         NothingToDoError: there is no such layer, or a pattern matches none.
@@ -241,7 +248,7 @@ def chosen_layers(
             that can't be rounded.
     """
     at, otherwise = (f"{option}.", f", or write ~{option}") if option else ("", "")
-    _refuse_changed(module, at, otherwise)
+    _refuse_changed(module, at, otherwise, with_factors=with_factors)
     names = None if patterns == LINEAR else [patterns] if isinstance(patterns, str) else list(patterns)
     weights, kept = weights_of(plain_modules(module, remove_duplicate=False)), kept_parameters(module)
     every = [name for weight in weights for name in weight.users]
@@ -318,7 +325,7 @@ def _unfit(part: nn.Module, own: str, p: nn.Parameter, hosts: Mapping[int, str])
     return f"{type(part).__name__} is changed by something else" if is_changed else None
 
 
-def _refuse_changed(module: nn.Module, at: str, otherwise: str) -> None:
+def _refuse_changed(module: nn.Module, at: str, otherwise: str, *, with_factors: bool) -> None:
     """Refuse a module whose weights are in few bits already, or inside adapters."""
     if already := quantized_weights_of(module):
         raise ConflictError(
@@ -329,7 +336,7 @@ def _refuse_changed(module: nn.Module, at: str, otherwise: str) -> None:
             f"{at}layers: {listed(packed)} are layers of an export in few bits already; quantize a module with plain"
             f" weights, as it is before load(module, folder){otherwise}"
         )
-    if factors := list(factorized(module)):
+    if factors := list(factorized(module, ("embedding", "head") if with_factors else tuple(KINDS))):
         raise ConflictError(
             f"{at}layers: {listed(factors)} are factorized, and merging them would change the rounded weights; call"
             f" solo.merge_factors(module) before{otherwise}"

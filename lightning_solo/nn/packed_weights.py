@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_solo.nn.factorized_layers import put_factors
 from lightning_solo.nn.pruned_layers import shrink
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -302,6 +303,7 @@ def load(module: Module, folder: str | Path) -> Module:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     weights = load_file(folder / "model.safetensors")
     shrink(module, config.get("structure") or {})
+    put_factors(module, config.get("factors") or {})
     for name, options in config["layers"].items():
         here, options = module.get_submodule(name), dict(options)
         kind = options.pop("kind")

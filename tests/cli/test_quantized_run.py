@@ -96,6 +96,17 @@ def test_an_average_or_the_weights_themselves_are_rounded(make_trainer: Make, tm
         assert torch.equal(loaded["embedding.weight"], weights["embedding.weight"])
 
 
+def test_factors_of_a_run_are_rounded(make_trainer: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("+solo/callback=low_rank", "solo.callback.low_rank.rank=4", *TINY)
+    module = finished(tmp_path / "run", make_trainer, overrides)
+    assert run([str(tmp_path / "run"), "--format", "quantized", "--bits", "8", "--group-size", "0"]) == 0
+    before, after = re.search(r"validation/loss: (.*) before, (.*) after", capsys.readouterr().out).groups()  # type: ignore[union-attr]
+    assert abs(float(before) - float(after)) < 0.01
+    fresh = type(module)(**module.hparams)
+    loaded = load(fresh, tmp_path / "run" / "checkpoints" / "last-quantized").state_dict()
+    assert loaded["blocks.0.mlp.up.0.codes"].shape == (4, 16)
+
+
 def test_any_run_is_exported_after_training(make_trainer: Make, tmp_path: Path) -> None:
     module = finished(tmp_path / "run", make_trainer, TINY)
     source, output = tmp_path / "run" / "checkpoints" / "last.ckpt", tmp_path / "few"

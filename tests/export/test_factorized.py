@@ -17,6 +17,7 @@ from torch import nn
 import lightning_solo as solo
 from lightning_solo.errors import CheckpointError, NothingToDoError
 from lightning_solo.export.factorized import export_factorized
+from lightning_solo.nn import packed_weights
 from lightning_solo.nn.factorized_layers import load
 from lightning_solo.nn.factorizing import factorize_embedding, factorize_linear, merge_factors
 from tests.conftest import long
@@ -137,10 +138,17 @@ def test_what_has_no_factors_is_refused(model: Any, tmp_path: Path) -> None:
         export_factorized(module, tmp_path / "other")
 
 
-def test_factors_are_not_rounded_to_few_bits(model: Any, tmp_path: Path) -> None:
+def test_factors_that_layers_share_are_rounded_and_those_of_embeddings_refused(model: Any, tmp_path: Path) -> None:
     module = model()
     factorize_linear(module, 4)
-    with pytest.raises(solo.ConflictError, match=mentions("factorized", "solo.merge_factors(module)")):
-        solo.export_quantized(module, tmp_path / "few")
-    merge_factors(module)
     solo.export_quantized(module, tmp_path / "few", bits=8, group_size=0)
+    loaded, ids = packed_weights.load(model(), tmp_path / "few"), torch.arange(12).view(2, 6)
+    assert loaded.again is loaded.back
+    expected = module(ids).detach()
+    torch.testing.assert_close(loaded(ids), expected, rtol=0, atol=0.03 * float(expected.abs().max()))
+    assert not torch.equal(loaded(ids), expected)
+    factorize_embedding(module, 4)
+    with pytest.raises(solo.ConflictError, match=mentions("factorized", "solo.merge_factors(module)")):
+        solo.export_quantized(module, tmp_path / "other", bits=8, group_size=0)
+    merge_factors(module)
+    solo.export_quantized(module, tmp_path / "other", bits=8, group_size=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.export.quantized import export_quantized
+from lightning_solo.nn.factorizing import factorize_linear
 from lightning_solo.nn.fake_quantization import (
     Rounding,
     chosen_layers,
@@ -302,6 +304,22 @@ def test_attention_and_experts_load_and_compute_the_same(tmp_path: Path, bits: A
     assert 0 < float(difference.norm() / expected.norm()) < 0.03  # of rounded inputs
     assert loaded.experts.up.shape == (2, 24, 16)
     assert "Packed" in type(loaded.encoder.layers[0].self_attn).__name__
+
+
+def test_factors_are_rounded_each_and_load(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 2))
+    fresh = copy.deepcopy(module)
+    factorize_linear(module, 4, ["0", "2"])
+    export_quantized(module, tmp_path / "few", 8, 0)
+    stored = load_file(tmp_path / "few" / "model.safetensors")
+    assert {name for name in stored if "codes" in name} >= {"0.0.codes", "0.1.codes", "2.0.codes", "2.1.codes"}
+    file = tmp_path / "few" / "load.py"
+    assert "from lightning_solo" not in file.read_text()
+    loaded, x = runpy.run_path(str(file))["load"](fresh, file.parent), torch.randn(5, 16)
+    expected = module(x).detach()
+    torch.testing.assert_close(loaded(x), expected, rtol=0, atol=0.03 * float(expected.abs().max()))
+    assert not torch.equal(loaded(x), expected)
 
 
 def test_what_cannot_be_exported_is_refused(model: Any, tmp_path: Path) -> None:
