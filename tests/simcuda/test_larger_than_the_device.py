@@ -49,7 +49,7 @@ class Deep(L.LightningModule):
         return self.head(x).float().square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
 def trained(preset: str, folder: Path, width: int, blocks: int) -> tuple[int, list[float], list[str]]:
@@ -71,7 +71,10 @@ def trained(preset: str, folder: Path, width: int, blocks: int) -> tuple[int, li
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "blocks", "room", "host"),
-    [(512, 40, 96 * MiB, GiB), (2560, 39, 2 * GiB, 16 * GiB)],
+    [
+        (512, 40, 96 * MiB, GiB),
+        pytest.param(2560, 39, 2 * GiB, 16 * GiB, marks=pytest.mark.timeout(3600)),  # minutes
+    ],
     ids=["82 million in 96 MiB", "2 billion in 2 GiB"],
 )
 def test_bits_are_those_of_a_resident_run(width: int, blocks: int, room: int, host: int, tmp_path: Path) -> None:
