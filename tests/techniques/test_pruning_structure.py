@@ -429,6 +429,10 @@ def test_modules_that_cannot_become_smaller_are_refused(make_trainer: Make, tmp_
     with pytest.raises(NothingToDoError, match=mentions("net.up.weight is frozen")):
         fit(make_trainer, Pruning(**HALF), module=module)
     module = module_of()
+    module.net.experts = nn.Parameter(torch.zeros(2, 4, 4))
+    with pytest.raises(ConflictError, match=mentions("net.experts", "linear layer", "net.down")):
+        fit(make_trainer, Pruning(**HALF, layers=["experts"]), module=module)
+    module = module_of()
     module.automatic_optimization = False
     with pytest.raises(ConflictError, match=mentions("manual optimization", "pattern=unstructured")):
         fit(make_trainer, Pruning(**HALF), module=module)

@@ -179,13 +179,15 @@ class Structured:
             reasons[each.layer] = f"in {OPTION}.kept"
         if settings.layers is None:
             return usable, reasons
-        chosen = []
+        matrices = [name for name, p in self._module.named_parameters() if p.ndim > 1]
+        alone, chosen = [name for name in matrices if name not in weights], []
         for pattern in settings.layers:
-            hits = matching(weights, [pattern], f"{OPTION}.layers")
+            hits = matching([*weights, *alone], [pattern], f"{OPTION}.layers")
             ours = [each for each in usable if any(f"{name}.weight" in hits for name in each.layers)]
             if not ours:
                 hit = [name for name in names if f"{name}.weight" in hits]
                 named = [f"{name} ({reasons[name]})" if name in reasons else name for name in hit]
+                named += [f"{name} (no weight of a linear layer or convolution)" for name in alone if name in hits]
                 others = listed([each.layer for each in usable], 8) or "none"
                 raise ConflictError(
                     f"{OPTION}.layers={pattern!r} matches {listed(named)}, of which no {settings.pattern} can be"
