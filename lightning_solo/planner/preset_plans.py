@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.errors import PlanError, PresetError, SoloError
 from lightning_solo.machine import host_memory as memory_here
 from lightning_solo.planner.bases import SOLVED, Bases
 from lightning_solo.planner.batches import examples
@@ -88,16 +88,21 @@ def plan(
     )
     plans: list[Plan] = []
     errors: dict[str, SoloError] = {}
-    for name, answer in WORKER.answers(request, timeout_s):
-        result = with_host_memory(answer, host) if isinstance(answer, Plan) else answer
-        if tell is not None and name:
-            tell(name, result)
-        if isinstance(result, Plan):
-            plans.append(result)
-            if result.configuration is not None:
-                configs = {**configs, name: compose(result.configuration, allow=allow)}
-        else:
-            errors[name] = result
+    try:
+        for name, answer in WORKER.answers(request, timeout_s):
+            result = with_host_memory(answer, host) if isinstance(answer, Plan) else answer
+            if tell is not None and name:
+                tell(name, result)
+            if isinstance(result, Plan):
+                plans.append(result)
+                if result.configuration is not None:
+                    configs = {**configs, name: compose(result.configuration, allow=allow)}
+            else:
+                errors[name] = result
+    except PlanError:
+        # the presets are planned, and only the solved plan took too long
+        if bases is None or len(plans) + len(errors) < len(request.presets) - 1:
+            raise
     if not plans:
         raise errors.get("") or next(iter(errors.values()))  # "" is an error of the module itself
     return ranked(plans, configs, caveats_last=presets == "all") if preset is None else plans[0]

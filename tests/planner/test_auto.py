@@ -230,6 +230,17 @@ def test_bases_are_presets_that_leave_blocks_as_they_are(monkeypatch: pytest.Mon
     assert (list(asked["presets"]), list(asked["bases"].bases)) == (["bf16"], ["bf16"])
 
 
+def test_presets_are_compared_if_the_solved_plan_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(request: Any, timeout_s: float) -> Any:
+        assert list(request.presets) == ["bf16", "solved"]
+        yield "bf16", planned("bf16")
+        raise PlanError("no plan after 600 s")
+
+    monkeypatch.setattr(WORKER, "answers", answers)
+    config, console = compose("auto", ["auto.presets=[bf16,solved]"]), Console(file=io.StringIO())
+    assert choose(config, ByteGPT, None, check=lambda config: None, console=console)[0] == "bf16"
+
+
 @pytest.mark.parametrize(
     "preset", ["compact_host_checkpointing", "zero_offload", "offloading", "checkpointing_selective"]
 )
