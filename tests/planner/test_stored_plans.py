@@ -1,0 +1,33 @@
+"""Plans of small architectures keep the bytes that they had when all blocks were traced."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from lightning_solo.planner import few_blocks
+from tests.planner.stored_plans import planned, stored
+
+
+@pytest.fixture(autouse=True)
+def few_blocks_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recognise five equal blocks, which a plan wouldn't trace in parts."""
+    monkeypatch.setattr(few_blocks, "LEAST", 5)
+
+
+def test_bytes_equal_the_stored_ones() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert planned("encoder", ["bf16"])["bf16"] == stored()["encoder"]["bf16"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("architecture", stored())
+def test_bytes_of_all_presets_equal_the_stored_ones(architecture: str) -> None:
+    expected = stored()[architecture]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert planned(architecture, expected) == expected
