@@ -74,7 +74,7 @@ class StepInBackward:
         losses: if given, kept gradients are only stepped with if they are finite; looked at with the gradients' norm.
         postpone: called at the end of a window of kept gradients, all finite, with their parameters and a function that
             steps some of them, now or later, with the hyperparameters of now. Returns those that step now; the others
-            must have been stepped before the next backward.
+            must have been stepped before their next gradient.
         measures: whether each window of one micro-batch has a backward within `measuring`, which only measures
             gradients, and then another with the same gradients, which steps; ``max_norm`` keeps no gradient then.
         keep_in: the type of kept gradients on the host; None: as they come, sums in fp32 or wider.

@@ -275,12 +275,6 @@ class WeightsOnHost(ReleasedGradients, Settings):
         finally:
             self._is_second = False
 
-    def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
-        """Run backward, after the updates of blocks that forward didn't use."""
-        if self._ring is not None:
-            self._ring.finish()
-        return super().backward(ctx, proceed, loss)
-
     def _settle_budget(self, ctx: Run, ring: WeightRing) -> None:
         """Keep the last blocks on the device, as many as fit beside the peak of the first step."""
         self._is_settled = True
