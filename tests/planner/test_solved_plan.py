@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -77,11 +78,10 @@ def test_choice_becomes_a_preset_of_modes_and_budgets() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("share", [0.35, 0.7])
 def test_solved_plan_counts_as_planned_and_is_no_slower_than_presets(share: float) -> None:
-    module = ByteGPT(width=64, depth=6, heads=2, context=64, warmup_steps=2)
-    batch = text(16)
+    larger, batch = partial(ByteGPT, width=64, depth=6, heads=2, context=64, warmup_steps=2), text(16)
     names = ["baseline", "checkpointing", "checkpointing_selective"]
     configs = {name: replace(compose(name), precision="32-true") for name in names}
-    planner = Planner(lambda: module, batch, {}, device("cpu"), GiB)
+    planner = Planner(larger, batch, {}, device("cpu"), GiB)
     plans = {name: planner.plan(name, config) for name, config in configs.items()}
     least, most = plans["checkpointing"].needed_bytes, plans["baseline"].needed_bytes
     planner.budget = budget = int((least + share * (most - least)) * (1 + TIGHT))
@@ -98,5 +98,5 @@ def test_solved_plan_counts_as_planned_and_is_no_slower_than_presets(share: floa
     arguments = trainer_kwargs(result.configuration, callbacks=[watch])
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     fit: Any = L.Trainer(accelerator="cpu", max_steps=3, enable_model_summary=False, **{**arguments, **quiet})
-    fit.fit(module, DataLoader([batch] * 8, batch_size=None))
+    fit.fit(larger(), DataLoader([batch] * 8, batch_size=None))
     assert watch.peak_bytes == pytest.approx(result.peak_bytes, rel=0.03)
