@@ -5,7 +5,6 @@ A step isn't traced chunk by chunk, which would take minutes for a module with b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,10 +22,7 @@ from lightning_solo.nn import fused_operators, quantized
 from lightning_solo.nn.offloading import Offloader
 from lightning_solo.optim import (
     adamw_update,
-    compact_adamw,
     cpu_kernel,
-    gradient_checks,
-    immediate_steps,
     kernels,
     memory_order,
     split_weights,
@@ -106,9 +102,6 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
             yield slice(size, min(2 * size, count))
             tracer.multiply(begin, max(count / size - 1, 1))
 
-    def all_finite(gradients: Sequence[Tensor]) -> Tensor:
-        return torch.stack([norm.float() for norm in torch._foreach_norm(list(gradients), math.inf)]).isfinite().all()
-
     chunks = memory_order.chunks
     with ExitStack() as stack:
         stack.enter_context(replaced(kernels, "kernels_on", kernels_on))
@@ -117,9 +110,6 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
                 stack.enter_context(
                     replaced(fused_operators, name, _one_kernel(tracer, getattr(fused_operators, name)))
                 )
-            # rather than copies of small gradients
-            for module in (gradient_checks, compact_adamw, immediate_steps):
-                stack.enter_context(replaced(module, "all_finite", all_finite))
         if tracer.fake:
             stack.enter_context(replaced(memory_order, "chunks", two_chunks))
         yield
