@@ -44,7 +44,7 @@ def composed(name: str) -> Configuration:
     return compose(name)
 
 
-COMPACT = [name for name in preset_files() if name.startswith("compact")]
+COMPACT = [name for name in preset_files() if name.startswith(("compact", "stream"))]
 
 
 @pytest.fixture

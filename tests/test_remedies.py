@@ -70,7 +70,8 @@ def accepts(override: str) -> None:
         assert setting in CARDS[name].defaults
         return
     if "~" in marks or value is not None:
-        compose(preset, [f"{marks}{key}" + ("" if value is None else f"={value}")])
+        override = f"{marks}{key}" + ("" if value is None else f"={value}")
+        compose("auto" if group == "auto" else preset, [override])
 
 
 OVERRIDES = sorted({match[0] for _, text in TEMPLATES for match in OVERRIDE.finditer(advice(text))})
@@ -387,7 +388,9 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "cli/generate.py": 1,
         "cli/hydra_section.py": 4,
         "cli/ladder_line.py": 1,
-        "cli/plan_line.py": 3,
+        "cli/plan.py": 1,
+        "cli/plan_largest.py": 1,
+        "cli/plan_line.py": 5,
         "cli/predict.py": 1,
         "cli/presets.py": 1,
         "cli/report.py": 3,
@@ -443,18 +446,20 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "nn/attention_kernels.py": 1,
         "nn/blocks.py": 1,
         "nn/quantizable.py": 1,
+        "nn/recomputation.py": 1,
         "optim/averages.py": 1,
         "optim/muon.py": 1,
         "optim/one_by_one.py": 3,
         "optim/schedule_free.py": 1,
         "optim/state_placement.py": 1,
+        "planner/auto.py": 1,
         "presets/compose.py": 8,
         "presets/devices.py": 3,
         "presets/files.py": 2,
         "presets/overrides.py": 2,
         "presets/parse.py": 5,
         "techniques/activation_checkpointing/budget.py": 1,
-        "techniques/activation_checkpointing/card.py": 2,
+        "techniques/activation_checkpointing/card.py": 4,
         "techniques/allocator/technique.py": 1,
         "techniques/chunked_cross_entropy/card.py": 1,
         "techniques/compact_states/states.py": 1,

@@ -174,8 +174,8 @@ def keeping_inputs() -> AbstractContextManager[Any]:
     return _keeping()
 
 
-def refuse_own_checkpointing(module: nn.Module, word: str) -> None:
-    """Refuse a module that recomputes its blocks by itself, beside the technique ``word``.
+def refuse_own_checkpointing(module: nn.Module, option: str) -> None:
+    """Refuse a module that recomputes its blocks by itself, beside ``option``, such as ``"callback.<technique>"``.
 
     Raises:
         ConflictError: it checkpoints its activations.
@@ -184,9 +184,9 @@ def refuse_own_checkpointing(module: nn.Module, word: str) -> None:
         for switch in ("gradient_checkpointing", "grad_checkpointing"):  # Hugging Face's and timm's
             if getattr(part, switch, False) is True:
                 raise ConflictError(
-                    f"{word.replace('_', ' ')}: {type(part).__name__} at {name or 'the root'!r} has {switch}=True and "
+                    f"{option}: {type(part).__name__} at {name or 'the root'!r} has {switch}=True and "
                     "recomputes by itself; write model.gradient_checkpointing_disable() (timm: "
-                    f"set_grad_checkpointing(False)) before the fit, or ~callback.{word}"
+                    f"set_grad_checkpointing(False)) before the fit, or ~{option}"
                 )
 
 

@@ -40,7 +40,7 @@ def choose_blocks(module: nn.Module, blocks: str | Sequence[str] = AUTO, every_k
         NothingToDoError: there is no such block; the message lists the candidates.
         ConflictError: the module checkpoints its activations itself.
     """
-    refuse_own_checkpointing(module, "activation_checkpointing")
+    refuse_own_checkpointing(module, "callback.activation_checkpointing")
     return dict(list(named_blocks(module, blocks, "callback.activation_checkpointing.blocks").items())[::every_k])
 
 

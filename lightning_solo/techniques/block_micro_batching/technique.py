@@ -47,7 +47,7 @@ class BlockMicroBatching(Technique, Settings):
         Raises:
             ConflictError: the module recomputes its blocks by itself, or they are compiled.
         """
-        refuse_own_checkpointing(ctx.module, CARD.name)
+        refuse_own_checkpointing(ctx.module, OPTION)
         self._blocks = named_blocks(ctx.module, self.blocks, f"{OPTION}.blocks")
         inside = {id(block) for block in self._blocks.values()}
         for name, part in ctx.module.named_modules():
