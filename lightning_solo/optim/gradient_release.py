@@ -376,9 +376,10 @@ class StepInBackward:
             before = after if self.max_value is None else self._sums.norms(kept, self._measuring(math.inf))
             self.observe(kept, before, after * scale.float())
         if self._compact is None or self.postpone is not None:
-            if bool(scale.isnan()):  # the one wait for the device
+            factor = float(scale)  # the one wait for the device
+            if math.isnan(factor):
                 self._refuse(kept)
-            step = self._stepping(scale)
+            step = self._stepping(scale, factor)
             now = kept if self.postpone is None else self.postpone(kept, step)
             step(now)
             return total
@@ -388,11 +389,13 @@ class StepInBackward:
             self._refuse(kept)
         return total
 
-    def _stepping(self, scale: Tensor) -> Callable[[list[Tensor]], None]:
-        """Return a function that steps parameters, at any time, with their gradients and hyperparameters of now."""
+    def _stepping(self, scale: Tensor, factor: float) -> Callable[[list[Tensor]], None]:
+        """Return a function that steps parameters, at any time, with their gradients and hyperparameters of now.
+
+        ``factor`` is the number of ``scale``, by which gradients are multiplied.
+        """
         gradients, bound, sums = self._sums.taken(), self._bound, self._sums
         groups = [_hyperparameters(group, torch.clone) for group in self.optimizer.param_groups]
-        factor = 1.0 if self._compact is not None else float(scale)
 
         @torch.no_grad()
         def step(parameters: list[Tensor]) -> None:
