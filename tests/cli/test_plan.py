@@ -368,7 +368,7 @@ BAD = {
     "model=nope": ["model=nope:", "byte_gpt_124m"],
     "model=custom": ["model._target_"],
     "seed=1 seed=2": ["seed ", "twice"],
-    "+trainer.callbacks=[]": ["trainer.callbacks=[]:", "preset"],
+    "+trainer.callbacks=[] solo=bf16": ["trainer.callbacks=[]:", "preset"],
 }
 
 

@@ -359,6 +359,7 @@ def test_too_small_budget_is_refused_with_the_nearest_preset() -> None:
         trainer_kwargs("auto", [*TOLD, f"auto.budget={MiB}"], module=byte_gpt(), batch=text())
 
 
+@pytest.mark.long
 def test_failing_module_is_an_error_with_its_line() -> None:
     with pytest.raises(PlanError, match=r"RuntimeError: .*byte_gpt\.py:\d+"):
         trainer_kwargs("auto", TOLD, module=byte_gpt(), batch=torch.zeros(4, 9, 2, dtype=torch.uint8))

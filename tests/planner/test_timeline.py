@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from lightning_solo.planner.timeline import (
 )
 from lightning_solo.planner.tracer import Cost
 from lightning_solo.report.plan_chart import timelines
+from tests.conftest import long
 from tests.modules import regression
 
 H200 = replace(device("h200"), host_bandwidth=50e9, memory_bandwidth=4e12, bandwidth_reached=1.0)
@@ -192,6 +194,7 @@ def test_copy_to_the_device_waits_for_an_empty_buffer() -> None:
 WIDTH = 512
 
 
+@cache
 def plan_of(budget: str = "0", accumulation: int = 1) -> Any:
     import lightning.pytorch as home
 
@@ -207,7 +210,7 @@ def moved(plan: Plan, stream: str) -> float:
     return busy(plan.timeline, stream) * device("h200").host_bandwidth
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [long(1), 2])
 def test_a_preset_with_states_on_the_host_is_planned_with_its_copies(accumulation: int) -> None:
     plan = plan_of(accumulation=accumulation)
     layer = nn.Linear(WIDTH, WIDTH, bias=False).bfloat16().weight
@@ -223,7 +226,7 @@ def test_states_on_the_device_have_no_timeline() -> None:
 
 
 def test_the_picture_has_a_lane_per_stream() -> None:
-    plan = plan_of()
+    plan = plan_of(accumulation=2)
     figure = timelines([replace(plan, preset="a", timeline=()), plan])
     assert figure is not None
     assert {row[0].text for row in figure.table.rows} == {f"{plan.preset}, {stream}" for stream in STREAMS}

@@ -24,7 +24,7 @@ PARTS = {
     "i": "compression",
     "j": "streaming",
 }
-SHORT = "ae"
+SHORT = "a"
 
 pytestmark = pytest.mark.simcuda
 

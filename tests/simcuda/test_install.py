@@ -43,6 +43,7 @@ def test_by_the_plugin(pytester_run: Run):
     assert "cuda: simulated" in done.stdout
 
 
+@pytest.mark.long
 def test_without_a_compiler_tests_are_skipped_with_the_reason(pytester_run: Run, tmp_path: Path):
     done = pytester_run(TEST, *PLUGIN, XDG_CACHE_HOME=str(tmp_path / "cache"), CXX="no-such-compiler")
     assert done.returncode == 0

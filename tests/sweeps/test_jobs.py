@@ -228,7 +228,7 @@ def test_failing_instantiate_keeps_its_trace(tmp_path: Path) -> None:
 # --- interrupts ---
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [long(signal.SIGINT), signal.SIGTERM])
 def test_interrupt_between_two_jobs_starts_no_other(
     tmp_path: Path, number: signal.Signals, request: pytest.FixtureRequest
 ) -> None:
@@ -332,10 +332,10 @@ def test_lost_attempt_does_not_count_as_a_retry(tmp_path: Path) -> None:
     ("start", "attempt", "why"),
     [
         ({}, 2, "its configuration has changed"),
-        ({"config_hash": "hash"}, 2, "another version of lightning-solo"),
+        long({"config_hash": "hash"}, 2, "another version of lightning-solo"),
         ({"config_hash": "hash", "code": "0123"}, 2, "another version of lightning-solo"),
         ({"config_hash": "hash", "code": {}}, 1, ""),
-        ({"config_hash": "hash", "code": {"a": "1", "b": "1"}}, 2, "a, b changed"),
+        long({"config_hash": "hash", "code": {"a": "1", "b": "1"}}, 2, "a, b changed"),
         ({"config_hash": "hash", "code": dict.fromkeys("abcde", "1")}, 2, "a, b, c and 2 more changed"),
     ],
     ids=["number alone", "no code", "one hash", "same code", "two files", "five files"],

@@ -240,7 +240,7 @@ def test_spawned_workers(make_trainer: Make, tmp_path: Path) -> None:
     check(make_trainer, tmp_path, data, "on_train_batch_end", only=[4])
 
 
-@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_start", "on_train_batch_start"])
+@pytest.mark.parametrize("hook", ["on_train_start", long("on_train_epoch_start"), "on_train_batch_start"])
 def test_workers_that_have_returned_no_batch(make_trainer: Make, tmp_path: Path, hook: str) -> None:
     data = shuffled("python", "numpy", "torch", "own", num_workers=1)
     check(make_trainer, tmp_path, data, hook, only=[0, 6])
