@@ -158,8 +158,8 @@ def capture(
         stack.enter_context(tracer)
         try:
             trainer.fit(module, loader)
-        except SetUpDone:
-            return Trace(tracer.log, [], [], [], sizes=sizes_of(module))
+        except EndOfTrace:
+            return Trace(tracer.log, tracer.phases, tracer.costs, [], sizes=sizes_of(module))
         del tracer.log.events[watch.events :]  # what is undone after training is on the host
         if by_hand.used:
             tracer.assume("tensors that the module puts on a CUDA device by hand are on the planned device")
@@ -216,8 +216,8 @@ class Loader:
         return 10_000
 
 
-class SetUpDone(Exception):  # noqa: N818 - not an error
-    """Raised by a callback to end a trace before its first step, with the storages that exist by then."""
+class EndOfTrace(Exception):  # noqa: N818 - not an error
+    """Raised by a callback to end a trace early, with the events and costs until then."""
 
 
 class _Watch(Callback):

@@ -71,14 +71,34 @@ def shorten(module: nn.Module, runs: Sequence[Run], lengths: Sequence[int]) -> N
         blocks.update(zip(kept, rest, strict=True))
 
 
-def look_alike(module: nn.Module, runs: Sequence[Run]) -> bool:
-    """Return whether techniques have changed all blocks of each run in the same way."""
+def look_alike(module: nn.Module, runs: Sequence[Run], optimizers: Sequence[Any] = ()) -> bool:
+    """Return whether techniques and optimizers treat all blocks of each run in the same way."""
+    groups = _groups(optimizers)
     for run in runs:
         blocks = list(module.get_submodule(run.container).children())[run.first : run.first + run.length]
         looks = [_look(block) for block in blocks]
         if len(blocks) < run.length or any(look != looks[0] for look in looks):
             return False
+        for weights in zip(*(block.parameters() for block in blocks), strict=True):
+            held = [groups.get(id(weight), (-1, ())) for weight in weights]
+            if len({number for number, _ in held}) not in (1, run.length) or len({kind for _, kind in held}) > 1:
+                return False
     return True
+
+
+def _groups(optimizers: Sequence[Any]) -> dict[int, tuple[int, Any]]:
+    """Return id of a parameter -> the number of its group, and the options that the group sets to other than 0."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    kinds = [frozenset(key for key, value in group.items() if key != "params" and _is_set(value)) for group in groups]
+    return {
+        id(weight): (number, kind)
+        for number, (group, kind) in enumerate(zip(groups, kinds, strict=True))
+        for weight in group["params"]
+    }
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None if isinstance(value, (Tensor, list, tuple, dict)) else bool(value)
 
 
 def _inside(name: str, run: Run) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 
 from lightning_solo.memory.events import EventLog
-from lightning_solo.planner.capture import SetUpDone, Trace
+from lightning_solo.planner.batch_scaling import canonical
+from lightning_solo.planner.capture import EndOfTrace, Trace
 from lightning_solo.planner.depth_scaling import DepthTrace, NotRepeatedError, equal_traces
 from lightning_solo.planner.equal_blocks import equal_runs, look_alike, shorten
 from lightning_solo.planner.fake_modules import empty_parameters
@@ -92,7 +93,7 @@ class BlockTraces:
         Args:
             captured: traces a module.
             short: the trace with few blocks, if it exists.
-            checked: whether the trace with two more blocks is predicted, and the start of the whole module's.
+            checked: whether the trace with two more blocks is predicted, and the forward of the whole module.
         """
         runs = range(len(self._blocks.runs))
         if not runs:
@@ -107,7 +108,7 @@ class BlockTraces:
             depth = DepthTrace(short, [with_more(*(int(run == other) for other in runs)) for run in runs])
             if start is not None:
                 two, whole = [2 for _ in runs], depth.at(self._blocks.missing)
-                if start.sizes != whole.sizes or _held(start.log) != _held(whole.log):
+                if start.sizes != whole.sizes or not _begins_with(whole, start):
                     return None
                 if not equal_traces(depth.at(two), with_more(*two)):
                     return None
@@ -116,7 +117,7 @@ class BlockTraces:
         return depth
 
     def _start(self, captured: Captured) -> Trace:
-        """Return the storages with which the whole module starts.
+        """Return the whole module's trace until the first backward.
 
         Raises:
             NotRepeatedError: techniques treat its blocks differently.
@@ -129,16 +130,31 @@ class BlockTraces:
 
 
 class _Look(Callback):
-    """Looks at the blocks when training is to start, and ends the fit."""
+    """Looks at the blocks when training is to start, and ends the trace before the first backward."""
 
     def __init__(self, blocks: FewBlocks) -> None:
         self._runs = blocks.runs
         self.alike = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.alike = look_alike(pl_module, self._runs)
-        raise SetUpDone
+        self.alike = look_alike(pl_module, self._runs, trainer.optimizers)
+        if not self.alike:
+            raise EndOfTrace
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        raise EndOfTrace
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        raise EndOfTrace  # of a module that runs its backward without the Trainer
 
 
-def _held(log: EventLog) -> list[tuple[str, int]]:
-    return [(log.labels[storage], size) for storage, size in log.held.items()]
+def _begins_with(whole: Trace, start: Trace) -> bool:
+    """Return whether a trace that ended early equals the first part of ``whole``, up to its last phase."""
+    events, costs, _ = start.phases[-1]  # the rest was freed by the exception
+    logs = [
+        canonical(EventLog(trace.log.events[:events], trace.log.labels, trace.log.held), start.phases)
+        for trace in (whole, start)
+    ]
+    held = [[(log.labels[storage], size) for storage, size in log.held.items()] for log in logs]
+    same = held[0] == held[1] and logs[0].events == logs[1].events and whole.costs[:costs] == start.costs[:costs]
+    return same and whole.phases[: len(start.phases)] == start.phases

@@ -179,6 +179,54 @@ def test_module_that_needs_all_its_blocks_is_traced_whole(monkeypatch: pytest.Mo
     assert few == whole
 
 
+class ByNumber(Numbered):
+    """A block whose code depends on its number, beyond those that the short traces have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sigmoid() if self.layer_idx >= 7 else super().forward(x)
+
+
+class ByPosition(Stack):
+    """A module whose forward treats one of its blocks differently."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x) if number != 7 else block(x).detach()
+        return self.head(x.mean(1))
+
+
+class ByGroup(Classifier):
+    """A module whose optimizer has one block in a group of its own."""
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.named_parameters())
+        own = [weight for name, weight in parameters if ".7." in name]
+        rest = [weight for name, weight in parameters if ".7." not in name]
+        return torch.optim.AdamW([{"params": rest}, {"params": own, "lr": 1e-4}])
+
+
+def unlike(kind: str) -> L.LightningModule:
+    if kind == "group":
+        return ByGroup(Stack([24] * 9))
+    network = ByPosition([24] * 9) if kind == "position" else Stack([24] * 9)
+    if kind == "number":
+        for block in network.blocks:
+            block.__class__ = ByNumber
+    return Classifier(network)
+
+
+@pytest.mark.parametrize(
+    "kind", ["number", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("position", "group"))]
+)
+def test_blocks_that_differ_only_in_code_or_optimizer_are_all_traced(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert equal_runs(unlike(kind), 9)  # they look equal
+    few, _ = planned(partial(unlike, kind), sequences(1), "bf16", monkeypatch, 9, MiB)
+    whole, _ = planned(partial(unlike, kind), sequences(1), "bf16", monkeypatch, 10, MiB)
+    assert few == whole
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "change",
