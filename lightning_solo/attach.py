@@ -72,11 +72,12 @@ def trainer_kwargs(
                 "preset auto plans your module: write module=module as an argument, and batch=datamodule if the module"
                 " has no train_dataloader"
             )
-        from lightning_solo.planner.auto import checks, choose
+        from lightning_solo.planner.auto import choose
+        from lightning_solo.planner.plan_check import PlanCheck
 
         check = functools.partial(check_machine, lightning=lightning)
         _, configuration, plan = choose(configuration, module, batch, check=check, trainer=trainer, allow=allow)
-        callbacks = [*callbacks, *checks(plan)]
+        callbacks = [*callbacks, PlanCheck(plan)]
     return trainer_arguments(configuration, callbacks=callbacks, lightning=lightning)
 
 

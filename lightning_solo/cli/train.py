@@ -193,15 +193,16 @@ def chosen(checked: CheckedConfig, file: Path, *, resumes: bool) -> tuple[Config
         BudgetError: no preset fits.
         PlanError: the model can't be planned.
     """
-    from lightning_solo.planner.auto import candidates, checks, choose, configuration_of
+    from lightning_solo.planner.auto import candidates, choose, configuration_of
     from lightning_solo.planner.plan import Plan
+    from lightning_solo.planner.plan_check import PlanCheck
 
     before = read_json(file) if resumes else None
     if before is not None:
         plan = Plan.from_dict(before)
         if plan.configuration is not None:
-            return configuration_of(plan, checked.allow), checks(plan)
-        return candidates(checked.solo, check_machine, [plan.preset], checked.allow)[plan.preset], checks(plan)
+            return configuration_of(plan, checked.allow), [PlanCheck(plan)]
+        return candidates(checked.solo, check_machine, [plan.preset], checked.allow)[plan.preset], [PlanCheck(plan)]
     _, config, plan = choose(
         checked.solo,
         partial(model_of, checked),
@@ -211,7 +212,7 @@ def chosen(checked: CheckedConfig, file: Path, *, resumes: bool) -> tuple[Config
         allow=checked.allow,
     )
     write_json(file, plan.as_dict())
-    return config, checks(plan)
+    return config, [PlanCheck(plan)]
 
 
 def objective(metrics: Mapping[str, Any], monitor: str | None) -> float | None:

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.utilities import rank_zero_info
 from rich.console import Console
 
 from lightning_solo.cards.configuration import AutoSettings, Configuration
 from lightning_solo.errors import BudgetError, PresetError, SoloError
 from lightning_solo.machine import host_memory
-from lightning_solo.memory.ledger import Ledger
-from lightning_solo.memory.reading import read
 from lightning_solo.planner import preset_plans
 from lightning_solo.planner.bases import SOLVED, Bases, is_base
-from lightning_solo.planner.device import CPU
 from lightning_solo.planner.plan import NEAR, NEAR_S, Plan, as_fast
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose, compose_all
 from lightning_solo.presets.writing import preset_file
 from lightning_solo.units import format_bytes
-
-DIFFERENCE = 0.10  # largest relative difference of reading and plan without a message
-STEPS = 2  # optimizer steps that are compared; an optimizer has its states from the second on
 
 
 def choose(
@@ -212,68 +202,3 @@ def why(chosen: Plan, plans: Sequence[Plan]) -> str:
     less = 1 - chosen.seconds_per_example / others[0].seconds_per_example
     before = f"in an estimated {less:.0%} less time than {others[0].preset}"
     return f"auto: {chosen.preset}, the fastest that fits, {before}; {leaves}"
-
-
-class PlanCheck(Callback):
-    """Compares the plan with the peak that the GPU's counter shows for the first two optimizer steps of a fit.
-
-    The counter is reset when training starts. Nothing is compared on a CPU, which has no counter, or if another
-    callback resets it several times per step (``resets_peak_counters``).
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._first: int | None = None  # global_step at the start; above 0 in a resumed run
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Start the comparison."""
-        self._first = None
-        device = trainer.strategy.root_device
-        resets = (getattr(callback, "resets_peak_counters", False) for callback in trainer.callbacks)
-        if read(device).peak_allocated is not None and not any(resets):
-            self._first = trainer.global_step
-            torch.cuda.reset_peak_memory_stats(device)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Compare the peak with the plan after the second optimizer step."""
-        if self._first is None or trainer.global_step < self._first + STEPS:
-            return
-        self._first = None
-        optimizers = [one for one in trainer.optimizers if isinstance(one, torch.optim.Optimizer)]
-        peak = read(trainer.strategy.root_device).peak_allocated or 0
-        rank_zero_info(receipt(self.plan, peak))
-        if message := difference(self.plan, peak, Ledger(pl_module, optimizers).live()):
-            warnings.warn(message, stacklevel=2)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop the comparison."""
-        self._first = None
-
-
-def checks(plan: Plan) -> list[Callback]:
-    """Return the callbacks that check a plan; none for a plan of a CPU, which has no counter."""
-    return [] if plan.device == CPU else [PlanCheck(plan)]
-
-
-def receipt(plan: Plan, peak: int) -> str:
-    """Return the line that compares the planned peak with that of the first steps."""
-    return (
-        f"auto: {plan.preset}: planned peak {format_bytes(plan.peak_bytes)}, measured {format_bytes(peak)}"
-        f" ({peak / plan.peak_bytes - 1:+.1%})"
-    )
-
-
-def difference(plan: Plan, peak: int, states: Mapping[str, int]) -> str | None:
-    """Return a message with both breakdowns if the peak is more than 10 % off the plan, else None."""
-    if abs(peak - plan.peak_bytes) <= DIFFERENCE * plan.peak_bytes:
-        return None
-    held = {name: states[name] for name in ("weights", "gradients", "optimizer_states")}
-    read_ = {**held, "activations and temporaries": peak - sum(held.values())}
-    return (
-        f"auto planned a peak of {format_bytes(plan.peak_bytes)} for {plan.preset}, the first steps took"
-        f" {format_bytes(peak)}; planned: {_words(plan.breakdown)}; read: {_words(read_)}"
-    )
-
-
-def _words(breakdown: Mapping[str, int]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in breakdown.items() if size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -10,11 +10,13 @@ from lightning_solo.atomic_files import read_json
 from lightning_solo.errors import CheckpointError
 from lightning_solo.machine import VERSIONS, versions
 from lightning_solo.memory.events import CATEGORIES, PHASES
+from lightning_solo.planner.plan import MEASURED, PLANNED
 from lightning_solo.report.csv_files import read_memory, read_metrics
 from lightning_solo.report.figures import line_figure, stacked_figure, summary
 from lightning_solo.report.model import Figure, Report, plain
 from lightning_solo.report.series import Series
 from lightning_solo.report.step_times import of_metrics, of_tensorboard, source_of
+from lightning_solo.tables import Cell, Table, number
 from lightning_solo.units import GiB, MiB
 
 PLACES = ("csv", ".", "*", "*/*")
@@ -43,6 +45,8 @@ def read_run(folder: Path, places: Sequence[str] = PLACES) -> Report:
     if not times and events is not None:
         times = _noted(report, of_tensorboard, events.parent) or []
     report.figures.extend(figure for figure in figures(metrics, memory, times) if figure is not None)
+    if receipt := receipt_of(metrics):
+        report.tables.append(receipt)
     if metrics:
         report.tables.append(summary("All logged metrics", metrics.values()))
     report.documents.update(documents(folder, CONFIGS))
@@ -106,6 +110,19 @@ def memory_of(metrics: dict[str, Series]) -> list[Series]:
             column = next((phase for phase in PHASES if column.startswith(f"{phase}_")), column)
             memory.append(Series(f"{column}_bytes", one.steps, [value * GiB for value in one.values]))
     return memory
+
+
+def receipt_of(metrics: Mapping[str, Series]) -> Table | None:
+    """Return the figures that a plan predicted and the run measured; None if no plan was checked."""
+    rows = []
+    for name, one in metrics.items():
+        planned = metrics.get(name.replace(MEASURED, PLANNED, 1))
+        if name.startswith(MEASURED) and planned is not None and one.values and planned.values:
+            first, second = planned.values[-1], one.values[-1]
+            what = words(name.removeprefix(MEASURED))
+            rows.append((Cell(what, what), number(first), number(second), number(second / first)))
+    header = ("figure", "planned", "measured", "measured / planned")
+    return Table("Plan and measurement", header, rows) if rows else None
 
 
 def documents(folder: Path, names: Sequence[str]) -> dict[str, str]:
