@@ -374,15 +374,14 @@ def empty_hooks_left_out(callback: Any, base: type) -> Iterator[None]:
 
 
 @contextmanager
-def before_hooks(trainer: Any, home: str, then: Callable[[str], None]) -> Iterator[None]:
-    """Call ``then(hook)`` before Lightning calls a hook of all callbacks or of the module."""
+def around_hooks(trainer: Any, home: str, within: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter ``within(hook)`` while Lightning calls a hook of all callbacks or of the module."""
     call = part(home, "trainer.call")
 
     def around(stock: Callable[..., Any]) -> Callable[..., Any]:
         def called(caller: Any, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-            if caller is trainer:
-                then(hook_name)
-            return stock(caller, hook_name, *args, **kwargs)
+            with within(hook_name) if caller is trainer else nullcontext():
+                return stock(caller, hook_name, *args, **kwargs)
 
         return called
 

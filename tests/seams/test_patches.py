@@ -456,28 +456,34 @@ def test_empty_hooks_of_each_batch_are_left_out(home: ModuleType, make_trainer: 
     assert not {*vars(looks)} & {*patches.BATCH_HOOKS}
 
 
-def test_something_happens_before_each_hook(home: ModuleType, make_trainer: Make) -> None:
+def test_something_happens_around_each_hook(home: ModuleType, make_trainer: Make) -> None:
     found: list[str] = []
 
     class Notes(home.Callback):  # type: ignore[name-defined,misc]
         def on_train_batch_end(self, *_: Any) -> None:
             found.append("callback")
 
+    @contextmanager
+    def within(hook: str) -> Iterator[None]:
+        found.append(hook)
+        yield
+        found.append(f"after {hook}")
+
     trainer, module = make_trainer(home, callbacks=[Notes()]), regression(home)
     module.on_train_batch_end = lambda *_: found.append("module")
-    with patches.before_hooks(trainer, home.__name__, found.append):
+    with patches.around_hooks(trainer, home.__name__, within):
         trainer.fit(module, loader(2))
         make_trainer(home).fit(regression(home), loader(3))  # another Trainer's
     end = "on_train_batch_end"
-    wanted = [end, "callback", end, "module"]
+    wanted = [end, "callback", f"after {end}", end, "module", f"after {end}"]
     first = found.index(end)
-    assert found[first : first + 4] == wanted
+    assert found[first : first + 6] == wanted
     assert [each for each in found if each in wanted] == 2 * wanted
     assert {"on_train_batch_start", "lr_scheduler_step", "optimizer_step", "on_after_batch_transfer"} - {*found} == {
         "lr_scheduler_step"
     }
     make_trainer(home).fit(regression(home), loader(1))
-    assert len([each for each in found if each in wanted]) == 8
+    assert len([each for each in found if each in wanted]) == 12
 
 
 def test_nobody_else_patches_lightning() -> None:

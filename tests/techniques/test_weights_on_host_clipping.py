@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lightning_solo.errors import BudgetError, ConflictError, GradientError
 from lightning_solo.memory import host_slabs
+from lightning_solo.memory.weight_ring import WeightRing
 from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner
 from lightning_solo.planner.timeline import TO_DEVICE, TO_HOST, busy
@@ -315,6 +316,97 @@ def test_gradients_that_are_not_finite_change_nothing(make_trainer: Make, skips:
 
 
 @pytest.mark.any_device
+@pytest.mark.parametrize("bound", [None, CLIP])
+def test_hooks_within_a_step_read_all_weights(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture, bound: float | None
+) -> None:
+    caplog.set_level(logging.INFO)
+    hooks = ["on_before_backward", "on_before_zero_grad"]
+    if bound:  # else the step is partly taken there
+        hooks.append("on_before_optimizer_step")
+
+    def run(technique: Any) -> tuple[Any, list[dict[str, Tensor]]]:
+        read: list[dict[str, Tensor]] = []
+
+        def reads(trainer: Any, pl_module: Any, *_: Any) -> None:
+            read.append({name: p.detach().cpu().clone() for name, p in pl_module.named_parameters()})
+
+        callback = LambdaCallback(**dict.fromkeys(hooks, reads))
+        return fit(make_trainer, technique, callback, module=module_of(), gradient_clip_val=bound), read
+
+    (on_host, weights), (resident, others) = run(WeightsOnHost(window=2)), run(GradientRelease())
+    assert f"before {', '.join(f'LambdaCallback.{hook}' for hook in sorted(hooks))}, which" in caplog.text
+    assert_same(on_host, resident)
+    assert len(weights) == len(hooks) * 4
+    assert equal(weights, others)
+    assert not equal(weights[0], weights[-1])
+
+
+@pytest.mark.any_device
+def test_weights_are_read_after_a_step_that_was_refused(make_trainer: Make) -> None:
+    def run(*callbacks: Any) -> tuple[Any, list[dict[str, Tensor]]]:
+        read: list[dict[str, Tensor]] = []
+
+        def reads(trainer: Any, pl_module: Any, *_: Any) -> None:
+            read.append({name: p.detach().cpu().clone() for name, p in pl_module.named_parameters()})
+
+        module = module_of()
+        module.net.blocks[3].first.weight.register_hook(
+            lambda grad: grad * (math.nan if module.trainer.fit_loop.batch_idx == 2 else 1)
+        )
+        guard = FiniteGuard(policy="skip_window")
+        fit(make_trainer, *callbacks, guard, LambdaCallback(on_train_batch_start=reads), module=module)
+        assert guard.skipped_windows == 1
+        return module, read
+
+    (on_host, weights), (resident, others) = run(WeightsOnHost()), run(GradientRelease())
+    assert_same(on_host, resident)
+    assert equal(weights, others)
+    assert equal(weights[2], weights[3])  # before and after the refused step
+
+
+@pytest.mark.any_device
+def test_an_optimizer_of_matrix_products_steps_without_autocast(make_trainer: Make) -> None:
+    def run(technique: Any) -> Any:
+        module = module_of(optimizer=lambda p: torch.optim.Adafactor(p, lr=0.01))
+        return fit(make_trainer, technique, module=module, precision="bf16-mixed")
+
+    on_host = run(WeightsOnHost())
+    assert on_host.waited == [False, True, True, True]
+    assert_same(on_host, run(GradientRelease()))
+
+
+@pytest.mark.any_device
+def test_a_fit_that_fails_within_a_forward_takes_the_whole_step_before(make_trainer: Make) -> None:
+    modules = [module_of(fails_at=2) for _ in range(2)]
+    for module, technique in zip(modules, (GradientRelease(), WeightsOnHost(window=2)), strict=True):
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            fit(make_trainer, technique, module=module)
+    assert modules[1].waited == [False, True, True]
+    assert_same(*modules)
+
+
+@pytest.mark.cpu_only("a ring of its own")
+def test_a_block_goes_back_at_the_next_ones_use_after_the_update_that_it_waited_for() -> None:
+    weights = [nn.Parameter(torch.full((2,), float(n))) for n in range(2)]
+    ring = WeightRing([[weight] for weight in weights], torch.device("cpu"), window=2)
+
+    def step(parameters: list[Tensor]) -> None:
+        for p in parameters:
+            p.data.add_(1)  # leaves no trace in its version
+
+    ring.begin()
+    assert ring.postpone(weights[:1], step) == []
+    assert ring.waits
+    ring.load(0)
+    assert (weights[0].tolist(), ring.stores) == ([1, 1], 0)
+    ring.load(1)
+    assert (ring.waits, ring.stores) == (False, 1)
+    ring.rest()
+    assert weights[0].tolist() == [1, 1]
+
+
+@pytest.mark.any_device
 def test_gradients_in_bf16_are_rounded_once(make_trainer: Make, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     rounded = module_of()
@@ -352,6 +444,8 @@ def test_too_small_a_host_and_a_bound_that_comes_late_are_refused(
     module.__class__ = type("Halving", (type(module),), hook)
     with pytest.raises(ConflictError, match=mentions("configure_gradient_clipping", "clipping=deferred")):
         fit(make_trainer, WeightsOnHost(clipping="second_backward"), module=module)
+    with pytest.raises(ConflictError, match=mentions("skip_window", "clipping=deferred", "=stop")):
+        fit(make_trainer, WeightsOnHost(clipping="second_backward"), FiniteGuard(policy="skip_window"))
     monkeypatch.setattr(host_slabs, "host_memory", lambda: (2**30, 2 * BLOCK))
     remedies = ("clipping=second_backward", "kept_gradients=bf16", "gradient_clip_algorithm")
     for others in ([], [GradientRelease()]):

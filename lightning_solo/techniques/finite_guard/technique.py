@@ -149,6 +149,12 @@ class FiniteGuard(Technique, Settings):
         ctx = self.ctx
         assert ctx is not None  # joined in setup
         option = self.option_of("skip_window")
+        if option and ctx.release is not None and ctx.release.measures:
+            raise ConflictError(
+                f"{option}=skip_window and callback.weights_on_host, which steps in the second backward of each batch;"
+                " write callback.weights_on_host.clipping=deferred, which keeps gradients until the step, or"
+                f" {option}=stop"
+            )
         if option and ctx.release is not None and ctx.release.immediate:
             raise ConflictError(
                 f"{option}=skip_window and callback.gradient_release, which steps in backward, before all gradients"

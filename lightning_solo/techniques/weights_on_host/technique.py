@@ -37,6 +37,8 @@ BETWEEN = (
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"),
 )
 """Hooks of Lightning from a step's end to the next forward of the same epoch."""
+WITHIN = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+"""Hooks of Lightning after a step's forward, which find no weights of blocks on the device."""
 
 
 class WeightsOnHost(ReleasedGradients, Settings):
@@ -70,7 +72,7 @@ class WeightsOnHost(ReleasedGradients, Settings):
         self._is_second = False  # whether the batch runs a second time
         self._rollback: Rollback | None = None
         self._is_between = False  # steps, while blocks wait for their updates
-        self._readers: set[str] = set()  # hooks between steps of code that may read weights
+        self._readers: set[str] = set()  # hooks between and within steps of code that may read weights
 
     def measures(self, ctx: Run, release: StepInBackward) -> bool:
         """Return whether each batch runs twice, first to measure the norm of its gradients."""
@@ -186,6 +188,8 @@ class WeightsOnHost(ReleasedGradients, Settings):
                 f" write ~{OPTION}"
             )
         ring.flush = release.flush
+        self._look_for_readers(ctx, deferred=not release.immediate)
+        ctx.undo.enter_context(patches.around_hooks(trainer, ctx.home, self._hook))
         if release.immediate:
             release.arriving = ring.update
             return
@@ -196,28 +200,40 @@ class WeightsOnHost(ReleasedGradients, Settings):
                 f" {OPTION}.clipping=deferred"
             )
         release.arriving, release.postpone = ring.arrive, ring.postpone
-        self._look_between_steps(ctx)
         ctx.undo.callback(self._settle)
-        ctx.undo.enter_context(patches.before_hooks(trainer, ctx.home, self._before_hook))
         for optimizer in ctx.strategy.optimizers:
             for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
                 ctx.undo.callback(register(_AtRest(ring)).remove)
 
-    def _look_between_steps(self, ctx: Run) -> None:
-        """Find code that runs between two steps of an epoch and may read weights; say that it costs time."""
+    def _look_for_readers(self, ctx: Run, deferred: bool) -> None:
+        """Find code between and within steps that may read weights; say that it costs time."""
         owners = [*ctx.trainer.callbacks, ctx.module, getattr(ctx.trainer, "datamodule", None)]
-        found = {hook: [name for each in owners for name in code_of_others(each, [hook])] for hook in BETWEEN}
+        hooks = (*BETWEEN, *WITHIN) if deferred else WITHIN
+        found = {hook: [name for each in owners for name in code_of_others(each, [hook])] for hook in hooks}
         self._readers = {hook for hook, names in found.items() if names}
-        if names := sorted({name for each in found.values() for name in each}):
+        if names := sorted({name for hook in WITHIN for name in found[hook]}):
+            ctx.info(
+                f"weights_on_host: all weights go back to the host before {', '.join(names)}, which may read them"
+                " within a step, and come again as they are used"
+            )
+        if names := sorted({name for hook in {*found} - {*WITHIN} for name in found[hook]}):
             ctx.info(
                 "weights_on_host: blocks are updated at the end of each step, and not in the next forward, where that"
                 f" would overlap with computation, since {', '.join(names)} may read weights between steps"
             )
 
-    def _before_hook(self, hook: str) -> None:
-        """Take the updates that blocks wait for, unless the hook is one between steps that reads no weights."""
+    @contextmanager
+    def _hook(self, hook: str) -> Iterator[None]:
+        """Take the updates that blocks wait for, unless a hook reads no weights; show them within a step, too."""
         if self._is_between and (hook in self._readers or hook not in BETWEEN):
             self._settle()
+        ring = self._ring
+        if hook not in WITHIN or hook not in self._readers or ring is None:
+            yield
+            return
+        ring.rest()
+        yield
+        ring.begin()
 
     def _settle(self) -> None:
         """Take the updates that blocks wait for; then all numbers are on the host."""
