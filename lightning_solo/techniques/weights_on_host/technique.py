@@ -323,7 +323,8 @@ class WeightsOnHost(ReleasedGradients, Settings):
         except RuntimeError as error:
             if isinstance(error, RefusedStepError) or "inplace operation" in str(error):
                 why = f"under {OPTION} a weight that is used outside its block is NaN there"
-                error.args = (f"{error}; {why}: write the classes of blocks without it, {OPTION}.blocks=[ClassName]",)
+                blocks = f"write the classes of blocks without it, {OPTION}.blocks=[ClassName], or ~{OPTION}"
+                error.args = (f"{error}; {why}: {blocks}",)
             if self._ring is not None and ctx.release is not None and not ctx.release.immediate:  # it is left out
                 self._ring.rest()
             raise
