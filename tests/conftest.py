@@ -67,6 +67,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_to_collect() -> None:
+    """Spare the collections of a file's tests what earlier files have imported, compiled and cached.
+
+    On a device a tensor in a reference cycle would then stay, and tests there count its memory.
+    """
+    if not torch.cuda.is_available():
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(params=HOMES)
 def home(request: pytest.FixtureRequest) -> ModuleType:
     """Each of the two packages whose Trainer people use; their classes are not the same."""
