@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from lightning_solo.nn.blocks import named_blocks
 from lightning_solo.planner.tracer import Tracer
@@ -41,12 +42,22 @@ class BlockMarks(Callback):
         self._tracer = tracer
         self._calls: Counter[str] = Counter()
         self._begun: set[tuple[str, int]] = set()  # calls whose backward has begun
+        self._hooks: list[RemovableHandle] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Put hooks on the blocks."""
         for name, block in named_blocks(pl_module).items():
-            block.register_forward_pre_hook(partial(self._before, name))
-            block.register_forward_hook(partial(self._after, name))
+            self._hooks.append(block.register_forward_pre_hook(partial(self._before, name)))
+            self._hooks.append(block.register_forward_hook(partial(self._after, name)))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Remove the hooks of the blocks."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Remove the hooks of the blocks."""
+        self.on_train_end(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Count calls anew."""

@@ -41,9 +41,16 @@ def make(depth: int = 4) -> ByteGPT:
 
 @pytest.mark.parametrize("on", ["cpu", pytest.param("rtx_4090", marks=pytest.mark.long)])
 def test_tables_of_equal_modes_predict_peaks_of_mixed_ones(on: str) -> None:
-    planner = Planner(make, text(4), {}, device(on), GiB)
+    modules: list[ByteGPT] = []
+
+    def recorded() -> ByteGPT:
+        modules.append(make())
+        return modules[-1]
+
+    planner = Planner(recorded, text(4), {}, device(on), GiB)
     base = replace(compose("baseline"), precision="32-true")
     keep = planner.captured(arrange(base, {}))
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in modules[-1].blocks)
     traces = {"keep": keep}
     for mode in ("products", "recompute"):
         traces[mode] = planner.captured(arrange(with_modes(base, {mode: NAMES}), {}))
