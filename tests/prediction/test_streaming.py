@@ -94,7 +94,7 @@ def one_by_one(module: Any) -> Tensor:
 
 
 @pytest.mark.any_device
-@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"num_workers": 1, "persistent_workers": True}])
 def test_rows_are_those_of_one_by_one(options: dict[str, Any], make_trainer: Make, tmp_path: Path) -> None:
     module = Predicts(fits=4)
     manifest = solo.write_predictions(make_trainer(L), module, rows(**options), tmp_path / "out", shard_bytes=100)

@@ -25,6 +25,7 @@ from lightning_solo.presets.compose import VERSION_BASE, compose, compose_all, c
 from lightning_solo.presets.config_source import FIELDS
 from lightning_solo.presets.files import describe, preset_files
 from lightning_solo.presets.parse import PRECISIONS
+from tests.conftest import long
 from tests.messages import lines_with, mentions, nearest
 
 PRESETS = tuple(sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "library" / "solo").glob("*.yaml")))
@@ -466,19 +467,33 @@ class TestLists:
         assert words in refused(names, error=error)
 
 
-@pytest.mark.parametrize("content", [b"precision: [bf16\n", b"\xff\xfe\x00", b"precison: bf16\n"])
+UNUSABLE = [b"precision: [bf16\n", b"\xff\xfe\x00", b"precison: bf16\n"]
+
+
+def write_mine(content: bytes, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "conf" / "solo").mkdir(parents=True)
+    (folder / "conf" / "solo" / "mine.yaml").write_bytes(content)
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.parametrize("content", UNUSABLE)
+def test_unusable_file_of_the_user_is_refused_by_name(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_mine(content, tmp_path, monkeypatch)
+    with pytest.raises(PresetError, match=r"mine|precison"):
+        compose("mine")
+
+
+@pytest.mark.parametrize("content", [*map(long, UNUSABLE[:2]), UNUSABLE[2]])
 def test_unusable_file_of_the_user_is_left_out_of_all_presets(
     content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "conf" / "solo").mkdir(parents=True)
-    (tmp_path / "conf" / "solo" / "mine.yaml").write_bytes(content)
-    monkeypatch.chdir(tmp_path)
+    write_mine(content, tmp_path, monkeypatch)
     with pytest.warns(UserWarning, match=mentions("mine.yaml is left out")):
         configs = compose_all()
     assert "mine" not in configs
     assert {"bf16", "compact"} <= set(configs)
-    with pytest.raises(PresetError, match=r"mine|precison"):
-        compose("mine")
 
 
 def test_override_that_does_not_apply_to_all_presets_is_refused() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import lightning_solo as solo
 from lightning_solo.errors import ConflictError
 from lightning_solo.machine import is_installed
+from tests.conftest import long
 from tests.modules import PRESETS_OF_DOCUMENTS, Classifier, classification, composed, documents, loader
 from tests.simcuda import device
 from tests.training import equal
@@ -40,6 +41,8 @@ OVERRIDES = {
     "qlora": ["callback.quantized_base.format=int8"],  # bitsandbytes' kernels don't run on the simulated device
     "compile": ["callback.regional_compilation.backend=aot_eager"],  # no Triton compiles for the simulated device
 }
+TOGETHER = ("compact_checkpointing", "compact_host_checkpointing", "long_context", "compile")
+"""Presets whose parts are resumed in other presets, or on the CPU."""
 QUIET: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
@@ -89,7 +92,7 @@ def test_trains_validates_and_frees_the_device(preset: str, tmp_path: Path) -> N
     assert all(p.device.type == "cpu" for p in ours.parameters())
 
 
-@pytest.mark.parametrize("preset", PLAIN)
+@pytest.mark.parametrize("preset", [long(name) if name in TOGETHER else name for name in PLAIN])
 def test_a_resumed_run_is_the_undisturbed_one(preset: str, tmp_path: Path) -> None:
     undisturbed, first, second = module(), module(), module()
     torch.manual_seed(1)  # adapters start at random
