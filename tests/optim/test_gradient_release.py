@@ -28,6 +28,7 @@ from lightning_solo.optim.split_weights import split_parameters
 from lightning_solo.optim.staging import Staging
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED
 from tests.messages import mentions
+from tests.training import equal
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,35 @@ def test_on_fp32_it_is_plain_adamw_and_clip(graph: Graph, compact: bool):
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(p, q)
     assert any(not torch.equal(p, was) for p, was in zip(ours.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_backward_that_only_measures_clips_the_next(compact: bool) -> None:
+    graph = Graph(max_norm=0.5)
+    nets, norms = [], []
+    for measures in (False, True):
+        net = graph.net()
+        before = [p.detach().clone() for p in net.parameters()]
+        optimizer: Any = (
+            CompactAdamW(net.parameters(), lr=0.02, master_bits=32)
+            if compact
+            else torch.optim.SGD(net.parameters(), lr=0.02)
+        )
+        with graph.release(optimizer) as release:
+            release.measures = measures
+            for number, window in enumerate(graph.batches()):
+                ((x, _),) = window
+                size = 10.0**-number  # of gradients; were it always the same, AdamW's steps would be, too
+                if measures:
+                    with release.measuring():
+                        (net.loss(x, False) * size).backward()
+                    assert number or equal([*net.parameters()], before)
+                (net.loss(x, False) * size).backward()
+                norms.append(release.step())
+        nets.append(net)
+    assert norms[0] > 0.5 > norms[2]
+    assert norms[3:] == [None] * 3
+    assert equal([*nets[0].parameters()], [*nets[1].parameters()])
 
 
 def nearest(master: Tensor) -> Tensor:
