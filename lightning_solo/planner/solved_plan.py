@@ -38,6 +38,7 @@ from lightning_solo.planner.solver import (
 from lightning_solo.presets.writing import fields_of
 
 ROUNDS = 3  # in which the traced plan's difference from the tables corrects the budget
+ALL = 0.99  # of the bytes of slabs, which are padded: from here on no block's weights stay on the device
 STATES, WEIGHTS = "state_budget", "weight_budget"
 PASSES = {
     STATES: {(BACKWARD, UP): 1, (BACKWARD, DOWN): 1},
@@ -93,6 +94,7 @@ class _Solver:
         self._planner, self._bases, self._base = planner, bases, base
         self._without_launches = 1.0
         self._resident: Mapping[str, int] = {}  # bytes of each category, if all of them are on the device
+        self._slabs = 0  # bytes of the host that the weights of all blocks take
         self._cuda = planner.device.name != CPU
         share = 1.0 if bases.accept_tight else 1 / (1 + TIGHT)
         self._budget = int(planner.budget * share)
@@ -159,6 +161,7 @@ class _Solver:
         movables: dict[str, Movable] = {}
         for part in traces.keys() & PASSES.keys() if RECOMPUTE in tables else ():
             size = traces[part].host_bytes
+            self._slabs = size if part == WEIGHTS else self._slabs
             gone = tables[RECOMPUTE].base - block_table(traces[part], device).base
             movable = Movable(size, max(0, size - gone), self._passes(part))
             alone = replace(problem, movables={part: movable})
@@ -215,7 +218,8 @@ class _Solver:
         if size := choice.away.get(STATES, 0):
             config = with_settings(config, state_budget=max(0, self._resident["optimizer_states"] - size))
         if size := choice.away.get(WEIGHTS, 0):
-            added = _chosen(WEIGHTS, weight_budget=max(0, self._resident["weights"] - size))
+            left = None if size >= ALL * self._slabs else max(0, self._resident["weights"] - size)
+            added = _chosen(WEIGHTS, weight_budget=left)
             config = replace(config, techniques=(*config.techniques, added))
         config.check()
         return config

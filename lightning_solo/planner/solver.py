@@ -24,6 +24,7 @@ PRICE = 1e-4  # of a step, for changing all blocks: of two equal plans the simpl
 GAP = 5e-3  # of the seconds, within which the solver stops
 _PARTS = 8  # a movable is tried in steps of an eighth
 _IMPROVED = 3  # starts that are improved block by block; one for HiGHS
+_NO_COPIES = 1e6  # weight of copies' seconds with which blocks copy nothing if they can keep less otherwise
 _PAIRS = 8  # most blocks of which two are changed at once
 LIMIT_S = 0.8  # of the solver, which then has a choice, if not a proof
 
@@ -480,8 +481,9 @@ def _by_search(tables: _Tables, improved: int = _IMPROVED) -> tuple[Any, dict[st
     starts: list[tuple[Any, dict[str, float]]] = []
     for sizes in product(*shares):
         away = {name: size for name, size in zip(problem.movables, sizes, strict=True) if size}
-        for weight in (0.0, 1.0) if tables.copied.any() else (0.0,):
-            starts.append((_priced(tables, away, weight), away))
+        for weight in (0.0, 1.0, _NO_COPIES) if tables.copied.any() else (0.0,):
+            columns = _priced(tables, away, weight)
+            starts.append((columns, _sent_away(tables, columns, away)))
     starts.sort(key=lambda start: tables.rank(*start))
     ends = [(_improved(tables, *start), start[1]) for start in starts[:improved]]
     columns, away = min(ends, key=lambda each: tables.rank(*each))
@@ -536,6 +538,18 @@ def _improved(tables: _Tables, columns: Any, away: Mapping[str, float]) -> Any:
                 if (now := tables.rank(other, away)) < rank:
                     columns, rank, improved = other, now, True
     return columns
+
+
+def _sent_away(tables: _Tables, columns: Any, away: Mapping[str, float]) -> dict[str, float]:
+    """Return the bytes on the host after as many as the device lacks have gone there, if the host has room."""
+    sent = dict(away)
+    for name, movable in tables.problem.movables.items():
+        device, host = tables.missing(columns, sent)
+        if not device or host or not sent.get(name):
+            continue
+        more = {**sent, name: min(sent[name] + device, movable.bytes)}
+        sent = more if tables.missing(columns, more)[1] == 0 else sent
+    return sent
 
 
 def _brought_back(tables: _Tables, columns: Any, away: Mapping[str, float]) -> dict[str, float]:

@@ -72,6 +72,7 @@ def test_choice_becomes_a_preset_of_modes_and_budgets() -> None:
     base = compose("compact")
     solver = _Solver(Planner(make, text(4), {}, device("rtx_4090"), GiB), Bases({"compact": base}), base)
     solver._resident = {"optimizer_states": 300, "weights": 200}
+    solver._slabs = 1000
     modes = {"blocks.0": "recompute", "blocks.1": "offload", "blocks.2": "keep"}
     config = solver._configured(Choice(modes, {"state_budget": 100, "weight_budget": 150}, 0, 0, 0.0))
     added = {chosen.card.solved: chosen.settings for chosen in config.techniques if chosen.card.solved}
@@ -80,6 +81,12 @@ def test_choice_becomes_a_preset_of_modes_and_budgets() -> None:
     assert "moving" in added
     assert compose(fields_of(config)) == config
     assert solver._configured(Choice(dict.fromkeys(modes, "keep"), {}, 0, 0, 0.0)) == base
+    solver._slabs = 201  # padded; a budget of 0 would be less than the weights outside the blocks
+    every = solver._configured(Choice(modes, {"weight_budget": 200}, 0, 0, 0.0))
+    assert {chosen.settings.weight_budget for chosen in every.techniques if chosen.card.solved == "weight_budget"} == {
+        None
+    }
+    assert compose(fields_of(every)) == every
 
 
 @pytest.mark.long

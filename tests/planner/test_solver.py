@@ -172,3 +172,33 @@ def test_delay_makes_copies_take_as_long_as_measured() -> None:
 def test_solver_needs_no_torch() -> None:
     code = "import sys, lightning_solo.planner.solver; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_search_moves_the_exact_bytes_that_the_device_lacks_where_the_host_is_short() -> None:
+    # 3000 + 300 kept + 100 buffers - 1550 = 1850; in eighths of 2000 bytes, 1500 are too few and 1750 too many
+    calls = [Call("block", {"keep": Option(300, 300, 0, 1.0, 2.0)})]
+    states = {"states": Movable(2000, 100, {UP: 1, DOWN: 1})}
+    problem = Problem(calls, [0], 3000, 0, 1000, {}, budget=1850, host=1600, movables=states)
+    assert solve(problem, highs=False).away == {"states": 1550}
+
+
+def test_search_recomputes_where_the_host_has_room_for_states_only() -> None:
+    # bytes kept, of forward and of backward, and seconds of forward
+    rows = [
+        (657, 718, 545, 0.05),
+        (976, 1043, 492, 0.11),
+        (82, 145, 6, 0.07),
+        (844, 915, 783, 0.17),
+        (336, 363, 33, 0.2),
+    ]
+    calls = []
+    for number, (kept, forward, backward, seconds) in enumerate(rows):
+        options = {
+            "keep": Option(kept, forward, backward, seconds, 2 * seconds),
+            "recompute": Option(kept // 8, forward, kept + backward // 2, seconds, 3 * seconds),
+            "offload": Option(0, forward, kept + backward // 2, seconds, 2 * seconds, kept),
+        }
+        calls.append(Call(f"blocks.{number}", options))
+    states = {"states": Movable(2000, 0, {UP: 1, DOWN: 1})}
+    problem = Problem(calls, [4, 3, 2, 1, 0], 3000, 32, 2558, {}, 3584, 2149, states, bandwidth=28642)
+    assert feasible(problem, solve(problem, highs=False))
