@@ -21,12 +21,13 @@ from lightning_solo.planner.plan import TIGHT, verdict_of
 from lightning_solo.planner.planner import Planner
 from lightning_solo.planner.rules import arrange
 from lightning_solo.planner.solved_plan import _Solver, solved, with_modes
-from lightning_solo.planner.solver import Choice, evaluate
+from lightning_solo.planner.solver import Call, Choice, Option, Problem, evaluate
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.writing import fields_of
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.units import GiB
 from tests.modules import Held
+from tests.planner.modules import plan_with
 
 NAMES = [f"blocks.{number}" for number in range(4)]
 
@@ -87,6 +88,33 @@ def test_choice_becomes_a_preset_of_modes_and_budgets() -> None:
         None
     }
     assert compose(fields_of(every)) == every
+
+
+def test_traced_peak_above_the_tables_corrects_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = replace(compose("baseline"), precision="32-true")
+    planner = Planner(make, text(4), {}, device("cpu"), 1050)
+    solver = _Solver(planner, Bases({"baseline": base}, accept_tight=True), base)
+    options = {"keep": Option(100, 100, 5, 1, 2), "recompute": Option(0, 20, 100, 1, 3)}
+    calls = [Call(name, options) for name in NAMES]
+    problem = Problem(calls, [3, 2, 1, 0], 700, 0, 0, {}, 1050)
+    tried: list[int] = []
+
+    def costs(arranged: Any, config: Any) -> tuple[int, float]:
+        modes = [each.settings.modes for each in config.techniques if each.card.solved == "modes"]
+        kept = len(modes[0].get("keep", ())) if modes else 4
+        tried.append(kept)
+        return 730 + 100 * kept + (100 if kept < 4 else 0), 12.0 - kept  # 30 more than the tables say
+
+    monkeypatch.setattr(solver, "_problem", lambda: problem)
+    monkeypatch.setattr("lightning_solo.planner.solved_plan.arrange", lambda config, trainer: config)
+    monkeypatch.setattr(planner, "captured", lambda config: config)
+    monkeypatch.setattr(planner, "costs", costs)
+    monkeypatch.setattr(
+        planner, "plan", lambda name, config: plan_with(preset=name, needed_bytes=costs(None, config)[0])
+    )
+    plan = solver.plan()
+    assert tried[0] > tried[1], tried
+    assert plan.needed_bytes <= planner.budget
 
 
 @pytest.mark.long

@@ -160,6 +160,15 @@ def test_every_blocks_backward_is_within_the_budget() -> None:
     assert solve(replace(problem, budget=114)).peak <= 114  # 100 + 10 + 5 at the end of forward exceed it
 
 
+@pytest.mark.parametrize("highs", [True, False], ids=["highs", "search"])
+def test_forward_and_optimizer_step_are_within_the_budget(highs: bool) -> None:
+    options = {"keep": Option(10, 100, 5, 1, 2), "recompute": Option(0, 20, 12, 1, 3)}
+    assert solve(Problem([Call("one", options)], [0], 0, 0, 0, {}, 50), highs=highs).modes == {"one": "recompute"}
+    movables = {"states": Movable(100)}
+    of_step = Problem([Call("one", options)], [0], 100, 0, 290, {}, 280, movables=movables)
+    assert solve(of_step, highs=highs).away["states"] >= 10  # 290 - 280
+
+
 def test_delay_makes_copies_take_as_long_as_measured() -> None:
     problem = unequal(4, 1)
     choice = evaluate(problem, dict.fromkeys(problem.options, "offload"))
