@@ -1,9 +1,10 @@
-"""Plans of a dozen small architectures under every preset, and their stored bytes.
+"""Plans of a dozen small architectures under presets, and their stored bytes.
 
-    python -m tests.planner.stored_plans [--only llama,t5]    # rewrites stored_plans.json, minutes per architecture
+    python -m tests.planner.stored_plans [--only llama,t5] [--presets bf16]    # rewrites rows of stored_plans.json
 
-Most have at least five equal blocks. The file was written before equal blocks were recognised, of those that it has.
-It has bytes only: seconds change with the figures of devices.
+Three have at least twelve equal blocks, and most of the others at least five. Stored are the plans of traces of all
+blocks, in each of which all operators run. Some rows have a few presets only. The file has bytes only: seconds change
+with the figures of devices.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
 from lightning_solo.errors import SoloError
+from lightning_solo.planner import capture, few_blocks
 from lightning_solo.planner.device import device
+from lightning_solo.planner.fake_modules import fake_mode
 from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose, compose_all
 from lightning_solo.reference.byte_gpt import ByteGPT
@@ -91,12 +94,15 @@ class Residual(nn.Module):
 
 
 class Alternating(nn.Module):
-    """Linear blocks of two kinds in turn, and one that is wider than the others."""
+    """Pairs of linear layers of two kinds in turn; the last pair is wider than the others."""
 
-    def __init__(self, width: int = 16, blocks: int = 8) -> None:
+    def __init__(self, width: int = 16, pairs: int = 13) -> None:
         super().__init__()
-        inner = [width * (2 if number % 2 else 3) for number in range(blocks - 1)] + [width * 5]
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, n), nn.GELU(), nn.Linear(n, width)) for n in inner)
+        inner = [3 * width] * (pairs - 1) + [5 * width]
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, n), nn.GELU(), nn.Linear(n, width), nn.Linear(width, width), nn.Tanh())
+            for n in inner
+        )
         self.head = nn.Linear(width, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,12 +131,12 @@ def residual() -> nn.Module:
 
 
 class Recurrent(nn.Module):
-    """Five GRU layers of one width after another of another width."""
+    """GRU layers of one width after one of another width."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.GRU(16, 24, batch_first=True)
-        self.layers = nn.ModuleList(nn.GRU(24, 24, batch_first=True) for _ in range(6))
+        self.layers = nn.ModuleList(nn.GRU(24, 24, batch_first=True) for _ in range(13))
         self.head = nn.Linear(24, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -172,7 +178,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any
     ),
     "mixtral": (
         lambda: Wrapped(
-            "mixtral", vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+            "mixtral", vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=7, num_attention_heads=4,
             num_key_value_heads=2, num_local_experts=4, max_position_embeddings=64,
         ),
         text,
@@ -186,7 +192,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any
     ),
     "vit": (
         lambda: Wrapped(
-            "vit", hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4, image_size=32,
+            "vit", hidden_size=32, intermediate_size=48, num_hidden_layers=12, num_attention_heads=4, image_size=32,
             patch_size=8,
         ),
         pictures,
@@ -196,6 +202,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any
     "recurrent": (lambda: Classifier(Recurrent()), sequences),
     "alternating": (lambda: Classifier(Alternating()), sequences),
     "encoder": (lambda: Classifier(Encoder()), sequences),
+    "deep_encoder": (lambda: Classifier(Encoder(12)), sequences),
 }  # fmt: skip
 
 
@@ -220,13 +227,24 @@ def stored() -> dict[str, Any]:
     return json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
 
 
+def as_before() -> None:
+    """Trace all blocks in this process, and run each operator, as if equal blocks had never been recognised."""
+    few_blocks.LEAST = 2**30
+    capture._shared = lambda cuda: (fake_mode(), {})
+
+
 def main() -> None:
     """Plan, and write the file after each architecture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(ARCHITECTURES))
-    for name in parser.parse_args().only.split(","):
-        rows = {**stored(), name: planned(name, (preset for preset in compose_all() if preset != "auto"))}
-        lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items())
+    parser.add_argument("--presets", default=",".join(preset for preset in compose_all() if preset != "auto"))
+    given = parser.parse_args()
+    as_before()
+    for name in given.only.split(","):
+        row = planned(name, given.presets.split(","))
+        rows = stored()  # after the plans: another process may have written
+        rows[name] = {**rows.get(name, {}), **row}
+        lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(rows[key])}" for key in ARCHITECTURES if key in rows)
         STORED.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
         print(name, flush=True)
 

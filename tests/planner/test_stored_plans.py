@@ -9,7 +9,11 @@ import pytest
 pytest.importorskip("transformers")
 
 from lightning_solo.planner import few_blocks
-from tests.planner.stored_plans import planned, stored
+from lightning_solo.planner.equal_blocks import equal_runs
+from lightning_solo.planner.fake_modules import empty_parameters
+from tests.planner.stored_plans import ARCHITECTURES, planned, stored
+
+LEAST = few_blocks.LEAST
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +26,15 @@ def test_bytes_equal_the_stored_ones() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert planned("encoder", ["bf16"])["bf16"] == stored()["encoder"]["bf16"]
+
+
+def test_three_architectures_have_blocks_enough_for_traces_in_parts() -> None:
+    with empty_parameters():
+        lengths = [
+            [run.length for run in equal_runs(make(), 5)] for make, _ in (ARCHITECTURES[name] for name in stored())
+        ]
+    assert len(stored()) >= 12
+    assert sum(max(each, default=0) >= LEAST for each in lengths) >= 3
 
 
 @pytest.mark.long
