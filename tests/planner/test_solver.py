@@ -12,7 +12,19 @@ from dataclasses import replace
 import pytest
 
 from lightning_solo.errors import BudgetError
-from lightning_solo.planner.solver import Call, Choice, Movable, Option, Problem, closest, delay, evaluate, solve
+from lightning_solo.planner.solver import (
+    Call,
+    Choice,
+    Movable,
+    Option,
+    Problem,
+    _by_highs,
+    _Tables,
+    closest,
+    delay,
+    evaluate,
+    solve,
+)
 from tests.messages import mentions
 
 UP, DOWN = ("backward", "up"), ("backward", "down")
@@ -160,13 +172,25 @@ def test_every_blocks_backward_is_within_the_budget() -> None:
     assert solve(replace(problem, budget=114)).peak <= 114  # 100 + 10 + 5 at the end of forward exceed it
 
 
-@pytest.mark.parametrize("highs", [True, False], ids=["highs", "search"])
-def test_forward_and_optimizer_step_are_within_the_budget(highs: bool) -> None:
+def test_forward_and_optimizer_step_are_within_the_budget() -> None:
     options = {"keep": Option(10, 100, 5, 1, 2), "recompute": Option(0, 20, 12, 1, 3)}
-    assert solve(Problem([Call("one", options)], [0], 0, 0, 0, {}, 50), highs=highs).modes == {"one": "recompute"}
-    movables = {"states": Movable(100)}
-    of_step = Problem([Call("one", options)], [0], 100, 0, 290, {}, 280, movables=movables)
-    assert solve(of_step, highs=highs).away["states"] >= 10  # 290 - 280
+    of_forward = Problem([Call("one", options)], [0], 0, 0, 0, {}, 50)
+    of_step = Problem([Call("one", options)], [0], 100, 0, 290, {}, 280, movables={"states": Movable(100)})
+    for highs in (True, False):
+        assert solve(of_forward, highs=highs).modes == {"one": "recompute"}
+        assert solve(of_step, highs=highs).away["states"] >= 10  # 290 - 280
+    for problem in (of_forward, of_step):  # `solve` would also drop a solution that exceeds the budget
+        found = _by_highs(tables := _Tables(problem))
+        assert found is not None
+        assert tables.choice(*found).peak <= problem.budget
+
+
+def test_delays_slow_copies_and_buffers_stay_on_the_device() -> None:
+    call = Call("one", {"offload": Option(10, 10, 10, 1, 2, copied=8)})
+    movables = {"states": Movable(50, buffers=7)}
+    problem = Problem([call], [0], 100, 0, 0, {}, 200, None, movables, 1.0, {"offload": 2.0})
+    assert evaluate(problem, {"one": "offload"}).seconds == 16 + 16  # 2 x 8 bytes, each way
+    assert evaluate(problem, {"one": "offload"}, {"states": 50}).peak == 100 + 20 - 50 + 7
 
 
 def test_delay_makes_copies_take_as_long_as_measured() -> None:
