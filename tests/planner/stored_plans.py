@@ -36,7 +36,7 @@ STORED = Path(__file__).with_suffix(".json")
 DEVICE = "rtx-4090"
 BUDGET = 64 * MiB
 """In which no example fits, so that no other micro-batches are traced."""
-CLIPPED = ("llama", "encoder")
+CLIPPED = ("llama", "encoder", "deep_encoder")
 FIGURES = ("needed_bytes", "peak_bytes", "reserved_bytes", "host_bytes", "breakdown", "phases")
 
 
