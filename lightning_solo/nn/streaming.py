@@ -90,11 +90,14 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     streamed, original = record_of(block, Streamed), original_forward(block, Streamed)
     if streamed is None or streamed.ring is None:
         return original(*args, **kwargs)
+    given = {id(x): x.grad_fn for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
     with streamed.loaded():
         output = original(*args, **kwargs)
     if torch.is_grad_enabled():
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
+            if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+                continue
+            if given.get(id(tensor), ()) is not tensor.grad_fn:  # else the block passes on what others made
                 tensor.register_hook(streamed.load)  # type: ignore[no-untyped-call]
     return output
 

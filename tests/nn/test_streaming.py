@@ -83,3 +83,34 @@ def test_a_part_that_is_used_outside_of_its_block_too_stays() -> None:
     model.add_module("again", model.blocks[1].norm)
     ring, _ = streamed(model)
     assert ring.host_bytes == 3 * (4 * (32 * 8 + 32 + 8 * 32) + 128) + 2 * 2 * 128
+
+
+class Sharing(nn.Module):
+    """A block that makes a bias, unless it gets the first one's, which it passes on, as T5's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.linear = nn.Parameter(torch.ones(8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        bias = self.linear(self.bias) if bias is None else bias
+        return self.linear(x).tanh() + bias, bias
+
+
+def test_a_block_is_not_loaded_for_what_it_passes_on() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(Sharing() for _ in range(5))
+    for block in model:
+        block.linear.requires_grad_(False)
+
+    def gradient() -> Tensor:
+        x, bias = torch.ones(2, 8), None
+        for block in model:
+            x, bias = block(x, bias)
+        return torch.autograd.grad(x.sum(), model[0].bias)[0]
+
+    resident = gradient()
+    ring, end = streamed(model)
+    assert torch.equal(gradient(), resident)
+    assert ring.copies == 5 + 3  # two of five stay where the order turns
+    end()
