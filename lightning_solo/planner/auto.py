@@ -18,6 +18,7 @@ from lightning_solo.planner.plan import NEAR, NEAR_S, Plan, as_fast
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose, compose_all
+from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.writing import preset_file
 from lightning_solo.units import format_bytes
 
@@ -48,6 +49,7 @@ def choose(
         PlanError: the module can't be planned.
     """
     settings = config.auto or AutoSettings()
+    path = None if settings.save_preset is None else file_of(settings.save_preset)
     named = None if settings.presets is None else [name for name in settings.presets if name != SOLVED] or None
     configs = candidates(config, check, named, allow)
     host = host_memory()[1]  # of this machine, which runs the training
@@ -78,8 +80,8 @@ def choose(
     lines = [why(chosen, plans)]
     if chosen.configuration is not None:
         configs[chosen.preset] = configuration_of(chosen, allow)
-        if settings.save_preset is not None:
-            path = save(chosen, settings.save_preset)
+        if path is not None:
+            save(chosen, path)
             lines.append(
                 f"auto: {chosen.preset} is written to {path}; solo={settings.save_preset} trains with it again"
             )
@@ -95,21 +97,26 @@ def configuration_of(plan: Plan, allow: Sequence[str] = ()) -> Configuration:
     return replace(compose(plan.configuration, allow=allow), preset=plan.preset)
 
 
-def save(plan: Plan, name: str) -> Path:
-    """Write a solved plan to `./conf/solo` as a preset; return its file.
+def file_of(name: str) -> Path:
+    """Return the file in `./conf/solo` to which a solved plan is written.
 
     Raises:
-        PresetError: another file has the name.
+        PresetError: another preset has the name.
     """
     path = Path("conf") / "solo" / f"{name}.yaml"
+    is_solved = path.exists() and path.read_text(encoding="utf-8").startswith("# Solved by auto")
+    if not is_solved and (path.exists() or name in preset_files()):
+        raise PresetError(f"auto.save_preset={name}: there is another preset of this name; write another name")
+    return path
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write a solved plan as a preset."""
     first = f"Solved by auto for {plan.device} and {format_bytes(plan.budget_bytes)}"
-    if path.exists() and not path.read_text(encoding="utf-8").startswith("# Solved by auto"):
-        raise PresetError(f"auto.save_preset={name}: {path} is a file of yours; write another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     assert plan.configuration is not None
     plan_line = f"planned peak {format_bytes(plan.peak_bytes)}, batches of {plan.micro_batch}"
     path.write_text(preset_file(plan.configuration, f"{first}: {plan_line}."), encoding="utf-8")
-    return path
 
 
 def solved_lines(config: Configuration) -> list[str]:

@@ -264,6 +264,7 @@ def test_written_fields_compose_to_the_same_preset(
         ("auto.presets=bf16", ["auto.presets='bf16': write auto.presets=[bf16,checkpointing]"]),
         ("auto.presets=[baselin]", [nearest("baseline")]),
         ("auto.save_preset=a/b", ["auto.save_preset='a/b'", "auto.save_preset=my_run"]),
+        ("auto.save_preset=bf16", ["auto.save_preset=bf16: ", "another name"]),
         ("auto=3", ["auto"]),
     ],
 )
