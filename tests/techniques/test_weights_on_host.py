@@ -184,10 +184,15 @@ def test_bytes_and_copies(make_trainer: Make, window: int) -> None:
 
 
 class Resident(L.Callback):
-    """Counts the bytes of weights on the device, as backward begins."""
+    """Counts the bytes of weights on the device, as the forward of a training step ends."""
 
-    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         (technique,) = (each for each in trainer.callbacks if isinstance(each, WeightsOnHost))
+        pl_module.net.register_forward_hook(lambda *_: self.count(technique, pl_module))
+
+    def count(self, technique: WeightsOnHost, pl_module: Any) -> None:
+        if not pl_module.training:
+            return
         self.stored = technique.stored
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in pl_module.parameters()}
         storages |= {buffer.data_ptr(): buffer.nbytes for buffer in technique.ring.buffers}
