@@ -209,7 +209,7 @@ class WeightRing(BlockRing):
                     self._slot(number).holds = -1
 
     def _is_newer(self, number: int) -> bool:
-        """Return whether a block's buffer has newer numbers than the host, by an update or by the block's own code."""
+        """Return whether an update or the block's own code has changed the numbers in its buffer since they came."""
         slot = self._slot(number)
         changed = number in self._shown and slot.holds == number and slot.versions != self._versions(number)
         return changed or number in self._updated

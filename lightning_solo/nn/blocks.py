@@ -86,7 +86,9 @@ def after_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def expert_lists(module: nn.Module) -> dict[str, nn.ModuleList]:
-    """Return qualified name -> list of modules beside a matrix with as many rows, which may choose among them.
+    """Return qualified name -> list of modules among which a router may choose.
+
+    A router is any matrix beside the list that has a row for each module.
 
     Most are the experts of a mixture with their router. The blocks of a classifier with as many classes are another.
     """

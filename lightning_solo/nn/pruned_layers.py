@@ -52,7 +52,7 @@ class PrunedAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return outputs and weights as `torch.nn.MultiheadAttention`."""
+        """Return the output and the attention weights; arguments and shapes are `torch.nn.MultiheadAttention`'s."""
         is_batched = query.dim() == 3
         inputs = [x if not is_batched or self.batch_first else x.transpose(0, 1) for x in (query, key, value)]
         q, k, v = self._projected([x if is_batched else x[None] for x in inputs], is_self=query is key is value)
@@ -94,7 +94,7 @@ class PrunedAttention(nn.MultiheadAttention):
 
 
 def _longer(x: Tensor, row: Any) -> Tensor:
-    """Return keys or values (batch, length, width) with one more for all."""
+    """Return keys or values (batch, length + 1, width): ``row`` comes last in each sample."""
     return torch.cat([x, x.new_zeros(len(x), 1, x.shape[2]) + row], 1)
 
 

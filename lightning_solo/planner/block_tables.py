@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from lightning_solo.errors import PlanError
 from lightning_solo.planner.block_marks import AFTER, BACKWARD, FORWARD, Mark
 from lightning_solo.planner.capture import Trace
-from lightning_solo.planner.device import Device
+from lightning_solo.planner.device import CPU, Device
 from lightning_solo.planner.solver import Call, Option, Problem
 from lightning_solo.planner.step_time import KERNEL_S, LAUNCH_S, operations
 from lightning_solo.planner.timeline import COMPUTE, TO_HOST
@@ -80,14 +80,13 @@ def block_table(trace: Trace, device: Device) -> BlockTable:
         )
         for number in range(len(calls))
     ]
-    step = _step(trace, end)
     between = most((last.event, 0), (backwards[0].event, 0)) - base - sum(kept)
-    begin = _begin_of_batch(trace, first)
+    begin = trace.phases[_phase_at(trace, first.event)][1]
     outside = seconds(trace.costs[begin : first.cost], device) + seconds(
         trace.costs[last.cost : backwards[0].cost], device
     )
     other_s = {"forward": outside, "step": seconds(trace.costs[end[1] : trace.steps[-1]], device)}
-    return BlockTable(calls, order, options, base, between, max(live[step[0] : step[1] + 1], default=0), other_s)
+    return BlockTable(calls, order, options, base, between, max(live[end[0] :], default=0), other_s)
 
 
 def problem_of(tables: Mapping[str, BlockTable], budget: int, host: int | None) -> Problem:
@@ -123,7 +122,7 @@ def problem_of(tables: Mapping[str, BlockTable], budget: int, host: int | None) 
 def seconds(costs: Sequence[Cost], device: Device) -> float:
     """Return the seconds of operators one after the other, without copies."""
     spans = [each.seconds for each in operations(costs, device) if each.stream == COMPUTE]
-    launch_s = 0.0 if device.name == "cpu" else LAUNCH_S
+    launch_s = 0.0 if device.name == CPU else LAUNCH_S
     return max(sum(spans), len(spans) * max(launch_s, KERNEL_S))
 
 
@@ -148,13 +147,3 @@ def _end_of_backward(trace: Trace, mark: Mark) -> tuple[int, int]:
     """Return the numbers of events and costs at which the phase of a mark ends."""
     after = _phase_at(trace, mark.event) + 1
     return trace.phases[after][:2] if after < len(trace.phases) else (len(trace.log.events), len(trace.costs))
-
-
-def _begin_of_batch(trace: Trace, mark: Mark) -> int:
-    """Return the number of costs before the phase of a mark."""
-    return trace.phases[_phase_at(trace, mark.event)][1]
-
-
-def _step(trace: Trace, end: tuple[int, int]) -> tuple[int, int]:
-    """Return the first and last event from the end of backward to the end of the trace."""
-    return end[0], len(trace.log.events)

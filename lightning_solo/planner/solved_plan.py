@@ -115,8 +115,7 @@ class _Solver:
             config = self._configured(choice)
             if repr(config) in tried:
                 break
-            arranged = arrange(config, self._planner.trainer)
-            needed, seconds = self._planner.costs(arranged, self._planner.captured(arranged))
+            needed, seconds = self._costs(config, self._trace(config))
             lacking = max(0, needed - self._budget)
             tried[repr(config)] = (lacking > 0, lacking or seconds), config
             factor = delay(problem, choice, self._without_launches * seconds)

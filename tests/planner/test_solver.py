@@ -235,3 +235,11 @@ def test_search_recomputes_where_the_host_has_room_for_states_only() -> None:
     states = {"states": Movable(2000, 0, {UP: 1, DOWN: 1})}
     problem = Problem(calls, [4, 3, 2, 1, 0], 3000, 32, 2558, {}, 3584, 2149, states, bandwidth=28642)
     assert feasible(problem, solve(problem, highs=False))
+
+
+def test_search_leaves_no_more_on_the_host_than_the_device_lacks() -> None:
+    call = Call("block", {"keep": Option(10, 10, 10, 1.0, 2.0)})
+    moved = {"states": Movable(800, 0, {UP: 1, DOWN: 1})}
+    problem = Problem([call], [0], 1000, 0, 1000, {}, 0, None, moved, 40)
+    lacking = replace(problem, budget=evaluate(problem, {"block": "keep"}).peak - 50)
+    assert solve(lacking, highs=False).away == {"states": 50}

@@ -129,7 +129,7 @@ class Rows(Residual):
 
 
 def run(kind: str, blocks: nn.ModuleList, x: Tensor) -> Tensor:
-    """Return a loss of all that the blocks return, with arguments as the kind has them."""
+    """Call blocks of a kind with the arguments that it takes; return a loss that depends on all their outputs."""
     batch, length = x.shape[:2]
     generator = torch.Generator().manual_seed(5)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=x.dtype)  # noqa: E731
