@@ -486,16 +486,14 @@ def test_largest_of_what_has_no_whole_number_is_refused(line: str, words: tuple[
 
 @pytest.mark.long
 def test_largest_width_fits_and_the_next_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "model=byte_gpt_tiny", "solo=bf16", "--device", "rtx-4090", "--budget", "1GiB", "--json"]
-    assert main([*arguments, "--largest", "model.width"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    arguments = ["model=byte_gpt_tiny", "solo=bf16", "--device", "rtx-4090", "--budget", "1GiB", "--json"]
+    found = json.loads(called(capsys, *arguments, "--largest", "model.width")[0])
     setting = found["largest"]
     assert found["plans"][0]["verdict"] == "fits"
     assert setting["too_large"] == setting["value"] + 64
-    assert conclusion(setting_of(parse([*arguments[1:-1], "--largest", "model.width"])), setting["value"],
+    assert conclusion(setting_of(parse([*arguments[:-1], "--largest", "model.width"])), setting["value"],
                       setting["too_large"], "bf16") == setting["conclusion"]  # fmt: skip
     for value, verdict in ((setting["value"], "fits"), (setting["too_large"], "tight")):
-        main([*arguments, f"model.width={value}"])
-        needed = json.loads(capsys.readouterr().out)["plans"][0]
+        needed = json.loads(called(capsys, *arguments, f"model.width={value}")[0])["plans"][0]
         assert needed["needed_bytes"] == setting["tried"][str(value)]
         assert (needed["verdict"] == "fits") == (verdict == "fits")

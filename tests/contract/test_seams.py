@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:activation offloading. mode=all moves"),
     pytest.mark.filterwarnings("ignore:callback.curriculum.duration"),
     pytest.mark.filterwarnings("ignore:regional compilation did nothing"),
+    pytest.mark.filterwarnings("ignore:tiled MLP saves nothing"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
 ]
 
