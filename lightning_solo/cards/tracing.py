@@ -31,6 +31,7 @@ class Tracing:
         splits: whether a batch is split into micro-batches, as large as memory allows.
         at_most: largest number of examples in a micro-batch; None for no limit.
         scales: whether memory is affine in the micro-batch, so that traces of two sizes predict all others.
+        ring: blocks that are on the device at a time; blocks at both ends are then treated in another way.
         ahead: batches that a prefetching loader holds on the GPU.
         expandable_segments: whether the CUDA allocator's segments grow where they are, which wastes less memory.
         assumptions: differences between the trace and the run, in words.
@@ -44,6 +45,7 @@ class Tracing:
     splits: bool = False
     at_most: int | None = None
     scales: bool = True
+    ring: int = 0
     ahead: int = 0
     expandable_segments: bool = False
     assumptions: tuple[str, ...] = ()

@@ -170,15 +170,20 @@ def norm(tensor: Tensor, bound: float = math.inf) -> Tensor:
 
 def greatest(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return the largest magnitude of each non-empty gradient; it is finite only if all elements are."""
-    others = [g for g in gradients if g.device.type != "cpu"]
+    others = [g for g in gradients if not is_on_cpu(g)]
     # on a CPU the norm takes thirty times as long; on a GPU it is one kernel for all, aminmax is one for each
     norms = iter(torch._foreach_norm(others, math.inf) if others else ())
-    return [torch.stack(g.aminmax()).abs().amax() if g.device.type == "cpu" else next(norms) for g in gradients]
+    return [torch.stack(g.aminmax()).abs().amax() if is_on_cpu(g) else next(norms) for g in gradients]
+
+
+def is_on_cpu(tensor: Tensor) -> bool:
+    """Return whether a CPU's operators compute with a tensor; plans of a GPU replace this."""
+    return tensor.device.type == "cpu"
 
 
 def all_finite(gradients: Sequence[Tensor]) -> Tensor:
     """Return whether all elements of non-empty gradients are finite, as a tensor; doesn't wait for a device."""
-    if gradients[0].device.type != "cpu":
+    if not is_on_cpu(gradients[0]):
         return torch.stack([worst.float() for worst in greatest(gradients)]).isfinite().all()
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:

@@ -22,21 +22,27 @@ SERVED_PART, STAGING_BYTES = 16, 2**29
 
 
 class Staging:
-    """A ring of buffers on a device, through which pieces of host tensors pass."""
+    """A ring of buffers on a device, through which pieces of host tensors pass.
+
+    Attributes:
+        least: number of buffers at least.
+        served: bytes of all host tensors that pass through them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda" and torch.cuda.is_available()
         self.device = device
         self._streams: Any = [torch.cuda.Stream(device) for _ in range(2)] if on_gpu else None  # type: ignore[no-untyped-call]
+        self.least = SLOTS.get(device.type, 1)
+        self.served = 0
         self._slots: list[_Slot] = []
         self._turn = 0
-        self._served = 0
         self._largest = 1  # bytes of the largest pieces so far
         self._stored: dict[int, Any] = {}  # address of a piece -> event of its copy back
 
     def serve(self, size: int) -> None:
         """Plan buffers for ``size`` more bytes of host tensors."""
-        self._served += size
+        self.served += size
 
     @contextlib.contextmanager
     def on_device(
@@ -49,7 +55,7 @@ class Staging:
             unread: whether the pieces are only written.
             unchanged: names of the pieces that aren't copied back.
         """
-        _, slot = self.next_slot(pieces)
+        _, slot = self.next_slot({name: piece.nbytes for name, piece in pieces.items()})
         staged = {name: slot.buffers[name][: piece.nbytes].view(piece.dtype) for name, piece in pieces.items()}
         read = {} if unread else pieces
         back = {name: value for name, value in staged.items() if name not in unchanged}
@@ -81,11 +87,12 @@ class Staging:
         if self._streams is not None:
             self._streams[1].synchronize()
 
-    def next_slot(self, pieces: Mapping[str, Tensor]) -> tuple[int, _Slot]:
-        """Return the next slot and its number; enlarge its buffers if the pieces need it."""
-        self._largest = max(self._largest, sum(piece.nbytes for piece in pieces.values()))
-        least = SLOTS.get(self.device.type, 1)
-        count = max(least, min(self._served // SERVED_PART, STAGING_BYTES) // self._largest) if least > 1 else least
+    def next_slot(self, pieces: Mapping[str, int]) -> tuple[int, _Slot]:
+        """Return the next slot and its number; enlarge its buffers if pieces, by their bytes, need it."""
+        self._largest = max(self._largest, sum(pieces.values()))
+        count = self.least
+        if count > 1:
+            count = max(count, min(self.served // SERVED_PART, STAGING_BYTES) // self._largest)
         for slot in self._slots[count:]:
             self._free(slot, [*slot.buffers])
         del self._slots[count:]
@@ -94,13 +101,17 @@ class Staging:
         if number == len(self._slots):
             self._slots.append(_Slot())
         slot = self._slots[number]
-        for name, piece in pieces.items():
-            if name not in slot.buffers or slot.buffers[name].numel() < piece.nbytes:
+        for name, size in pieces.items():
+            if name not in slot.buffers or slot.buffers[name].numel() < size:
                 self._free(slot, [name])
-                slot.buffers[name] = torch.empty(piece.nbytes, dtype=torch.uint8, device=self.device)
-                if self._streams is not None:  # earlier work may still use its memory
-                    self._streams[0].wait_stream(torch.cuda.current_stream(self.device))
+                slot.buffers[name] = self._allocate(size)
         return number, slot
+
+    def _allocate(self, size: int) -> Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if self._streams is not None:  # earlier work may still use its memory
+            self._streams[0].wait_stream(torch.cuda.current_stream(self.device))
+        return buffer
 
     def _free(self, slot: _Slot, names: Iterable[str]) -> None:
         """Free buffers once their copies are done."""

@@ -1,44 +1,29 @@
-"""Marks of a trace: where calls of blocks begin and end, in forward and in backward."""
+"""Notes of a trace: where calls of blocks begin and end, in forward and in backward."""
 
 from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_solo.nn.blocks import named_blocks
-from lightning_solo.planner.tracer import Tracer
+from lightning_solo.planner.notes import MARK, label
+from lightning_solo.planner.tracer import Cost, Tracer
 
 FORWARD, AFTER, BACKWARD = "forward", "after", "backward"
 
 
-class Mark(NamedTuple):
-    """A place in a trace: the beginning or the end of a block's forward, or the beginning of its backward.
-
-    Args:
-        event, cost: numbers of events and costs before it.
-        kind: `FORWARD`, `AFTER` or `BACKWARD`.
-        block: name of the block.
-        call: number of its call in the micro-batch.
-    """
-
-    event: int
-    cost: int
-    kind: str
-    block: str
-    call: int
-
-
 class BlockMarks(Callback):
-    """Records the marks of the module's repeated blocks, by hooks that change no memory."""
+    """Notes where calls of the module's repeated blocks begin and end, by hooks that change no memory."""
 
     def __init__(self, tracer: Tracer) -> None:
-        self.marks: list[Mark] = []
+        self.blocks: list[str] = []
         self._tracer = tracer
         self._calls: Counter[str] = Counter()
         self._begun: set[tuple[str, int]] = set()  # calls whose backward has begun
@@ -47,6 +32,7 @@ class BlockMarks(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Put hooks on the blocks."""
         for name, block in named_blocks(pl_module).items():
+            self.blocks.append(name)
             self._hooks.append(block.register_forward_pre_hook(partial(self._before, name)))
             self._hooks.append(block.register_forward_hook(partial(self._after, name)))
 
@@ -81,5 +67,5 @@ class BlockMarks(Callback):
             self._mark(BACKWARD, name, call)
 
     def _mark(self, kind: str, name: str, call: int) -> None:
-        tracer = self._tracer
-        self.marks.append(Mark(len(tracer.log.events), len(tracer.costs), kind, name, call))
+        self._tracer.note(MARK, kind)
+        self._tracer.costs.append(Cost(0, 0, torch.uint8, label(MARK, kind, call), self.blocks.index(name)))

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from lightning_solo.errors import PlanError
-from lightning_solo.planner.block_marks import AFTER, BACKWARD, FORWARD, Mark
+from lightning_solo.planner.block_marks import AFTER, BACKWARD, FORWARD
 from lightning_solo.planner.capture import Trace
 from lightning_solo.planner.device import CPU, Device
+from lightning_solo.planner.notes import Mark
 from lightning_solo.planner.solver import Call, Option, Problem
 from lightning_solo.planner.step_time import KERNEL_S, LAUNCH_S, operations
 from lightning_solo.planner.timeline import COMPUTE, TO_HOST

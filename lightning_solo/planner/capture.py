@@ -21,7 +21,7 @@ from lightning_solo.data.nested import map_tensors
 from lightning_solo.errors import PlanError
 from lightning_solo.memory.events import EventLog
 from lightning_solo.memory.sizes import sizes_of
-from lightning_solo.planner.block_marks import BlockMarks, Mark
+from lightning_solo.planner.block_marks import BlockMarks
 from lightning_solo.planner.cuda_rules import CudaByHand, cpu_rules, cuda_rules
 from lightning_solo.planner.data_dependent_ops import arrays_of_zeros
 from lightning_solo.planner.fake_modules import (
@@ -41,6 +41,7 @@ from lightning_solo.planner.kernels import (
     planned_offloading,
     planned_rings,
 )
+from lightning_solo.planner.notes import Mark, resolved
 from lightning_solo.planner.operator_cache import Known
 from lightning_solo.planner.optimizer_rules import choose_foreach, fill_history
 from lightning_solo.planner.tracer import Cost, Tracer
@@ -75,7 +76,8 @@ class Trace:
         assumptions: ways in which a run may differ from the trace, in words.
         host_bytes: the peak of a technique's host memory.
         sizes: of the module's parameters.
-        marks: where calls of blocks begin and end, if `capture` was asked for them.
+        blocks: names of the repeated blocks, if `capture` was asked to mark them.
+        marks: where their calls begin and end.
     """
 
     log: EventLog
@@ -85,6 +87,7 @@ class Trace:
     assumptions: list[str] = field(default_factory=list)
     host_bytes: int = 0
     sizes: Sizes = field(default_factory=lambda: Sizes((), (), 0))
+    blocks: list[str] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
 
 
@@ -99,6 +102,7 @@ def capture(
     steps: int = 2,
     moves_batches: bool = True,
     marked: bool = False,
+    noted: bool = False,
 ) -> Trace:
     """Train for a few optimizer steps and return their trace.
 
@@ -112,6 +116,7 @@ def capture(
         steps: number of optimizer steps; at least two, if optimizer states are to exist from the start of one.
         moves_batches: whether each batch is copied to the CUDA device in its step, and counted from then on.
         marked: whether calls of blocks are marked.
+        noted: whether the trace keeps its notes, from which `resolved` computes what depends on all blocks.
 
     Raises:
         PlanError: the module makes no optimizer step or computes no gradient; an index in the batch is out of range; an
@@ -154,12 +159,12 @@ def capture(
             stack.enter_context(arrays_of_zeros(tracer.assume))
             stack.enter_context(mode)
             stack.enter_context(copied_by_clone())
-        stack.enter_context(_collected_at_steps())
+        stack.enter_context(_collected_at_steps(frozen=fake))
         stack.enter_context(tracer)
         try:
             trainer.fit(module, loader)
         except EndOfTrace:
-            return Trace(tracer.log, tracer.phases, tracer.costs, [], sizes=sizes_of(module))
+            return Trace(tracer.log, tracer.phases, tracer.costs, [], sizes=sizes_of(module), blocks=marks.blocks)
         del tracer.log.events[watch.events :]  # what is undone after training is on the host
         if by_hand.used:
             tracer.assume("tensors that the module puts on a CUDA device by hand are on the planned device")
@@ -168,8 +173,9 @@ def capture(
         if "gradients" not in tracer.log.labels:  # the plan of such a step would be 0 bytes of gradients
             raise PlanError(f"{type(module).__name__} computed no gradient in {watch.batches} batches")
         assumptions, sizes = list(tracer.assumptions), sizes_of(module)
-        host_bytes = tracer.host_peak_bytes
-        return Trace(tracer.log, tracer.phases, tracer.costs, tracer.steps, assumptions, host_bytes, sizes, marks.marks)
+        host_bytes, blocks = tracer.host_peak_bytes, marks.blocks
+        trace = Trace(tracer.log, tracer.phases, tracer.costs, tracer.steps, assumptions, host_bytes, sizes, blocks)
+        return trace if noted else resolved(trace)
 
 
 @functools.cache
@@ -269,13 +275,23 @@ class _Watch(Callback):
 
 
 @contextmanager
-def _collected_at_steps() -> Iterator[None]:
-    """Collect garbage only at the end of each micro-batch; Python's own collections differ from run to run."""
-    enabled = gc.isenabled()
-    gc.collect()  # survivors move to the oldest generation, which isn't collected from here on
+def _collected_at_steps(*, frozen: bool) -> Iterator[None]:
+    """Collect garbage only at the end of each micro-batch; Python's own collections differ from run to run.
+
+    Args:
+        frozen: whether what exists already is left out at once, garbage included; to look through it takes as long as
+            half a trace of fake tensors, whose garbage is small.
+    """
+    enabled, others = gc.isenabled(), gc.get_freeze_count()
+    if frozen:
+        gc.freeze()
+    else:
+        gc.collect()  # survivors move to the oldest generation, which isn't collected from here on
     gc.disable()
     try:
         yield
     finally:
+        if frozen and not others:  # else the process keeps what it imported frozen
+            gc.unfreeze()
         if enabled:
             gc.enable()

@@ -17,6 +17,7 @@ from lightning_solo.cards.footprint import Sizes
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.batch_scaling import canonical
 from lightning_solo.planner.capture import Trace
+from lightning_solo.planner.notes import is_note
 from lightning_solo.planner.tracer import Cost
 
 LEAST_REPEATS = 2
@@ -300,7 +301,7 @@ class DepthTrace:
                 labels.append(tokens.storages[place.token][2])
             grows = 0 if place.inserted else _dot(more, self._sums.get(place.token, ()))
             size = tokens.storages[place.token][3] + grows
-            if grows and abs(size) > LARGEST_SUM:
+            if grows and abs(size) > LARGEST_SUM and not is_note(labels[numbers[key]]):
                 raise NotRepeatedError
             sizes.append((numbers[key], size))
         held = len(short.log.held)

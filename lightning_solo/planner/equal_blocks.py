@@ -6,6 +6,7 @@ A trace of a module with fewer of them has the same operators as that of the who
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -152,4 +153,6 @@ def _setting(value: Any) -> Any:
         return type(value), [(key, _setting(each)) for key, each in value.items()]
     if isinstance(value, set):
         return type(value), sorted(map(repr, value))
+    if isinstance(value, weakref.ref):  # recurrent layers have some to their weights
+        return type(value), _setting(value())
     return getattr(value, "__func__", None) or id(value)  # of a method its function

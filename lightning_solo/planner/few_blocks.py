@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,10 @@ from lightning_solo.planner.capture import EndOfTrace, Trace
 from lightning_solo.planner.depth_scaling import DepthTrace, NotRepeatedError, equal_traces
 from lightning_solo.planner.equal_blocks import equal_runs, look_alike, shorten
 from lightning_solo.planner.fake_modules import empty_parameters
+from lightning_solo.planner.notes import resolved
 
 FEW = 4
-"""Blocks of the shortest trace; the special ones at both ends of a run are among them."""
+"""Blocks of the shortest trace; the special ones at both ends of a run are among them. A ring of buffers needs more."""
 LEAST = 12
 """Blocks from which several short traces take less time than a whole one."""
 MOST_RUNS = 3
@@ -25,7 +27,10 @@ GROUPED = 2**20
 """Elements of the parameters, and of a group of them, that released gradients update together."""
 
 Captured = Callable[..., Trace]
-"""Returns the trace of the module that its first argument makes, with a further callback if one is given."""
+"""Returns the trace of the module that its first argument makes.
+
+It has a further ``callback`` if one is given; ``named`` returns the name in this module of a block that a preset names.
+"""
 
 
 class FewBlocks:
@@ -44,13 +49,24 @@ class FewBlocks:
             self.runs = []
         small = (p.numel() for p in self._module.parameters() if p.numel() < GROUPED) if self.runs else ()
         self.groups_are_small = sum(small) < GROUPED
-        self.missing = [run.length - FEW for run in self.runs]
 
-    def make(self, more: list[int]) -> Any:
-        """Return the module with ``more`` blocks than the fewest in each run."""
+    def make(self, lengths: list[int]) -> Any:
+        """Return the module with a number of blocks in each run."""
         module = copy.deepcopy(self._module)
-        shorten(module, self.runs, [FEW + number for number in more])
+        shorten(module, self.runs, lengths)
         return module
+
+    def named(self, lengths: list[int], name: str) -> str | None:
+        """Return the name that a block of the whole module has in a shorter one; None if that lacks it."""
+        for run, length in reversed(list(zip(self.runs, lengths, strict=True))):
+            prefix = f"{run.container}." if run.container else ""
+            number, *rest = name.removeprefix(prefix).split(".")
+            if not name.startswith(prefix) or not number.isdecimal() or int(number) < run.first + length:
+                continue
+            if int(number) < run.first + run.length:
+                return None
+            name = prefix + ".".join([str(int(number) - run.length + length), *rest])
+        return name
 
 
 class BlockTraces:
@@ -59,31 +75,41 @@ class BlockTraces:
     Args:
         blocks: makes the module.
         make: returns the whole module.
+        captured: as `Captured`, of the first micro-batch.
+        alike: whether the preset treats all blocks in the same way, as far as it says.
+        ring: blocks that are on the device at a time; 0 if all are.
     """
 
-    def __init__(self, blocks: FewBlocks, make: Callable[[], Any]) -> None:
+    def __init__(
+        self, blocks: FewBlocks, make: Callable[[], Any], captured: Captured, *, alike: bool = True, ring: int = 0
+    ) -> None:
         self._blocks, self._make = blocks, make
-        self._depth: DepthTrace | None = None
-        self._trace: Trace | None = None  # of the first micro-batch
+        self._few = FEW + ring
+        self._more = [run.length - self._few for run in blocks.runs]
+        self._names: list[str] = []  # of all blocks that are marked
+        self._first = captured
+        is_worth_it = alike and min(self._more, default=0) >= LEAST - FEW + 2 * ring
+        self._depth = self._depth_trace(captured) if is_worth_it else None
 
-    def prepare(self, captured: Captured) -> None:
-        """Trace a micro-batch, from which `trace` returns it and derives others."""
-        self._depth = self._depth_trace(captured)
-        if self._depth is not None:
-            self._trace = self._depth.at(self._blocks.missing)
-
-    def trace(self, captured: Captured, *, first: bool) -> Trace:
-        """Return the trace of a micro-batch; ``first`` is whether it is the prepared one."""
+    def trace(self, captured: Captured) -> Trace:
+        """Return the trace of a micro-batch."""
         if self._depth is None:
-            return captured(self._make)
-        if first and self._trace is not None:
-            return self._trace
-        short = captured(partial(self._blocks.make, [0] * len(self._blocks.runs)))
+            return resolved(captured(self._make))
         try:
-            return self._depth.at(self._blocks.missing, short)
+            short = None if captured is self._first else self._short(captured, [0 for _ in self._more])
+            return self._whole(self._depth, short)
         except NotRepeatedError:  # such as host memory that depends on both
             own = self._depth_trace(captured, short, checked=False)
-            return captured(self._make) if own is None else own.at(self._blocks.missing)
+            return resolved(captured(self._make)) if own is None else self._whole(own)
+
+    def _whole(self, depth: DepthTrace, short: Trace | None = None) -> Trace:
+        return resolved(replace(depth.at(self._more, short), blocks=self._names))
+
+    def _short(self, captured: Captured, more: list[int], **options: Any) -> Trace:
+        """Return the trace with ``more`` blocks than the fewest in each run."""
+        lengths = [self._few + number for number in more]
+        named = partial(self._blocks.named, lengths)
+        return captured(partial(self._blocks.make, lengths), named=named, **options)
 
     def _depth_trace(
         self, captured: Captured, short: Trace | None = None, *, checked: bool = True
@@ -95,23 +121,20 @@ class BlockTraces:
             short: the trace with few blocks, if it exists.
             checked: whether the trace with two more blocks is predicted, and the forward of the whole module.
         """
-        runs = range(len(self._blocks.runs))
-        if not runs:
-            return None
-
-        def with_more(*more: int) -> Trace:
-            return captured(partial(self._blocks.make, list(more)))
-
+        runs = range(len(self._more))
         try:
             start = self._start(captured) if checked else None
-            short = short or with_more(*(0 for _ in runs))
-            depth = DepthTrace(short, [with_more(*(int(run == other) for other in runs)) for run in runs])
+            short = short or self._short(captured, [0 for _ in runs])
+            longer = [self._short(captured, [int(run == other) for other in runs]) for run in runs]
+            depth = DepthTrace(short, longer)
             if start is not None:
-                two, whole = [2 for _ in runs], depth.at(self._blocks.missing)
+                self._names = start.blocks
+                two, whole = [2 for _ in runs], depth.at(self._more)
                 if start.sizes != whole.sizes or not _begins_with(whole, start):
                     return None
-                if not equal_traces(depth.at(two), with_more(*two)):
+                if not equal_traces(depth.at(two), self._short(captured, two)):
                     return None
+                self._whole(depth)
         except Exception:  # then a trace of all blocks says why
             return None
         return depth
@@ -123,7 +146,7 @@ class BlockTraces:
             NotRepeatedError: techniques treat its blocks differently.
         """
         look = _Look(self._blocks)
-        start = captured(partial(self._blocks.make, self._blocks.missing), callback=look)
+        start = self._short(captured, self._more, callback=look)
         if not look.alike:
             raise NotRepeatedError
         return start

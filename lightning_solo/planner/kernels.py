@@ -25,14 +25,16 @@ from lightning_solo.optim import (
     cpu_kernel,
     kernels,
     memory_order,
+    operator_kernels,
     split_weights,
     staging,
 )
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.kernels import Control, Kernels, Piece, Sum
 from lightning_solo.optim.operator_kernels import CpuKernels
+from lightning_solo.planner.notes import SLOT
 from lightning_solo.planner.timeline import AWAITED, TO_DEVICE, TO_HOST
-from lightning_solo.planner.tracer import RING_BUFFERS, Tracer
+from lightning_solo.planner.tracer import RING_BUFFERS, Tracer, ring_buffer
 
 
 class PlannedGpuKernels(TritonKernels):
@@ -106,6 +108,7 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(kernels, "kernels_on", kernels_on))
         if cuda:
+            stack.enter_context(replaced(operator_kernels, "is_on_cpu", lambda tensor: False))
             for name in _FUSED:
                 stack.enter_context(
                     replaced(fused_operators, name, _one_kernel(tracer, getattr(fused_operators, name)))
@@ -156,8 +159,7 @@ def cuda_chunk_sizes() -> Iterator[None]:
 def planned_host_memory(tracer: Tracer) -> Iterator[None]:
     """Mark allocations of host memory, and record the copies that a GPU would make through staging buffers.
 
-    Plans run on a CPU, where host memory can't be told from the device's. Staging buffers are allocated, but nothing is
-    copied.
+    Plans run on a CPU, where host memory can't be told from the device's. Staging buffers are notes (see `notes`).
     """
 
     def on_host(allocate: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,11 +177,11 @@ def planned_host_memory(tracer: Tracer) -> Iterator[None]:
         unread: bool = False,
         unchanged: Collection[str] = (),
     ) -> Iterator[dict[str, Tensor]]:
-        slot, _ = self.next_slot(pieces)
-        tracer.copy(TO_DEVICE, 0 if unread else sum(piece.nbytes for piece in pieces.values()), slot)
-        tracer.copy(AWAITED, 0, slot)
+        tracer.stage(self, {name: piece.nbytes for name, piece in pieces.items()})
+        tracer.copy(TO_DEVICE, 0 if unread else sum(piece.nbytes for piece in pieces.values()), SLOT)
+        tracer.copy(AWAITED, 0, SLOT)
         yield dict(pieces)
-        tracer.copy(TO_HOST, sum(piece.nbytes for name, piece in pieces.items() if name not in unchanged), slot)
+        tracer.copy(TO_HOST, sum(piece.nbytes for name, piece in pieces.items() if name not in unchanged), SLOT)
 
     with ExitStack() as stack:
         for name in ("host_tensors", "host_copy"):
@@ -221,7 +223,7 @@ def planned_rings(tracer: Tracer) -> Iterator[None]:
     def copy_aside(self: BlockRing, slot: Any, number: int) -> None:
         if not tracer.fake:
             copy(self, slot, number)
-        buffer = RING_BUFFERS + self._slots.index(slot)
+        buffer = ring_buffer(len(self._slots), number)
         tracer.copy(TO_HOST, 0, buffer)  # of which a copy to the device waits, as it does for operators
         tracer.copy(TO_DEVICE, self._stored[number].nbytes, buffer)
         slot.copied = buffer
@@ -232,7 +234,7 @@ def planned_rings(tracer: Tracer) -> Iterator[None]:
     def copy_back(self: WeightRing, slot: Any, number: int, size: int) -> None:
         if not tracer.fake:
             back(self, slot, number, size)
-        tracer.copy(TO_HOST, size, RING_BUFFERS + self._slots.index(slot))
+        tracer.copy(TO_HOST, size, ring_buffer(len(self._slots), number))
 
     with (
         replaced(BlockRing, "_copy", copy_aside),

@@ -18,7 +18,8 @@ from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.batches import examples, first_batch, sized, storage_bytes
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import Device, assumed
-from lightning_solo.planner.few_blocks import BlockTraces, FewBlocks
+from lightning_solo.planner.few_blocks import BlockTraces, Captured, FewBlocks
+from lightning_solo.planner.notes import resolved
 from lightning_solo.planner.plan import TIGHT, Plan, verdict_of
 from lightning_solo.planner.replay import peak_allocated, replay, smallest_capacity, survives
 from lightning_solo.planner.rules import Arrangement, arrange
@@ -108,10 +109,9 @@ class Planner:
     def captured(self, arranged: Arrangement) -> Trace:
         """Return the trace of this micro-batch alone, with marks of the blocks."""
         assert self.micro_batch is not None
-        moves = not (arranged.ahead and self._cuda)
-        batch = sized(self.batch, self._examples, self.micro_batch)
-        how: dict[str, Any] = {"cuda": self._cuda, "steps": arranged.steps, "moves_batches": moves, "marked": True}
-        return self._with_untraced(capture(self.make, batch, arranged.arguments(), **how), arranged, self.micro_batch)
+        captured = partial(self._captured, arranged, self.micro_batch, marked=True)
+        trace = self._block_traces(arranged, captured).trace(captured)
+        return self._with_untraced(trace, arranged, self.micro_batch)
 
     def costs(self, arranged: Arrangement, trace: Trace) -> tuple[int, float]:
         """Return the device bytes that a traced preset needs, and the seconds of a step."""
@@ -244,25 +244,39 @@ class Planner:
         if known is None or (known.alone and fits(known.trace)):  # this preset's states leave more room
             weight_bytes = ELEMENT_BYTES.get(str(arguments.get("precision")), 4)
 
-            def captured(size: int, make: Callable[[], Any], *, callback: Callback | None = None, **kind: Any) -> Trace:
-                how = {"cuda": self._cuda, "steps": arranged.steps, "moves_batches": moves_batches, **kind}
-                given = arranged.arguments()
-                callbacks = [*given["callbacks"], *([callback] if callback is not None else [])]
-                return capture(make, sized(self.batch, self._examples, size), {**given, "callbacks": callbacks}, **how)
-
-            blocks = BlockTraces(self._blocks, self.make)
-            # else techniques choose by bytes, and blocks aren't treated alike
-            if arranged.scales and (self._blocks.groups_are_small or not arranged.released):
-                blocks.prepare(partial(captured, micro_batch))
+            first = partial(self._captured, arranged, micro_batch)
+            blocks = self._block_traces(arranged, first)
 
             def one(size: int, **kind: Any) -> Trace:
                 if kind != FIRST_KIND:
-                    return captured(size, self.make, **kind)
-                return blocks.trace(partial(captured, size), first=size == micro_batch)
+                    return resolved(self._captured(arranged, size, self.make, **kind))
+                return blocks.trace(first if size == micro_batch else partial(self._captured, arranged, size))
 
             pair = next((other.pair for other in self._traces.values() if other.pair is not None), None)
             self._traces[key] = scalable_trace(one, self.make, micro_batch, weight_bytes, pair, arranged.scales, fits)
         return self._traces[key]
+
+    def _block_traces(self, arranged: Arrangement, captured: Captured) -> BlockTraces:
+        # techniques that choose by bytes don't treat blocks alike
+        alike = arranged.scales and not arranged.mixed and (self._blocks.groups_are_small or not arranged.released)
+        return BlockTraces(self._blocks, self.make, captured, alike=alike, ring=arranged.ring)
+
+    def _captured(
+        self,
+        arranged: Arrangement,
+        size: int,
+        make: Callable[[], Any],
+        *,
+        callback: Callback | None = None,
+        named: Callable[[str], str | None] = str,
+        **kind: Any,
+    ) -> Trace:
+        """Return the trace of a micro-batch of ``size`` examples, with notes."""
+        given = arranged.arguments(named)
+        callbacks = [*given["callbacks"], *([callback] if callback is not None else [])]
+        moves = not (arranged.ahead and self._cuda)  # prefetched batches are on the device before their step
+        how = {"cuda": self._cuda, "steps": arranged.steps, "moves_batches": moves, "noted": True, **kind}
+        return capture(make, sized(self.batch, self._examples, size), {**given, "callbacks": callbacks}, **how)
 
 
 def _moved(costs: Sequence[Cost]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any
@@ -24,14 +24,17 @@ class Arrangement(Tracing):
     """The tracing of a preset with all its techniques; ``precision`` is that of the real run.
 
     Attributes:
-        arguments: returns arguments of a Trainer on the CPU, new ones for each trace.
+        arguments: returns arguments of a Trainer on the CPU, new ones for each trace. Its own argument is a function of
+            the names of blocks that returns those in the traced module, or None for a block that this lacks.
         window: micro-batches of the traced window, which takes as much memory as a whole one.
         released: whether gradients are released in backward, small ones in groups.
+        mixed: whether blocks have several modes.
     """
 
-    arguments: Callable[[], dict[str, Any]] = dict
+    arguments: Callable[..., dict[str, Any]] = dict
     window: int = 1
     released: bool = False
+    mixed: bool = False
 
 
 def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: bool = False) -> Arrangement:
@@ -69,8 +72,8 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
 
     window = WINDOW if tracing.splits else min(tracing.accumulation, WINDOW)
 
-    def arguments() -> dict[str, Any]:
-        objects = {part.option: built(part) for part in attached}
+    def arguments(named: Callable[[str], str | None] = str) -> dict[str, Any]:
+        objects = {part.option: built(_with_names(part, named)) for part in attached}
         strategy = {"strategy": objects.pop("strategy")} if "strategy" in objects else {}
         return {
             **{key: value for key, value in trainer.items() if key in KEPT},
@@ -81,5 +84,23 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
         }
 
     return Arrangement(
-        **{**vars(tracing), "precision": precision}, arguments=arguments, window=window, released=released
+        **{**vars(tracing), "precision": precision},
+        arguments=arguments,
+        window=window,
+        released=released,
+        mixed=any(len(list(filter(None, _modes(part).values()))) > 1 for part in attached),
     )
+
+
+def _modes(part: Chosen | Target) -> Mapping[str, Sequence[str]]:
+    """Return mode -> names of the blocks that a technique gives it."""
+    return (isinstance(part, Chosen) and part.card.solved == "modes" and part.settings.modes) or {}
+
+
+def _with_names(part: Chosen | Target, named: Callable[[str], str | None]) -> Chosen | Target:
+    """Return a technique with the names of blocks in the traced module."""
+    if not (modes := _modes(part)):
+        return part
+    assert isinstance(part, Chosen)
+    renamed = {mode: [new for name in names if (new := named(name)) is not None] for mode, names in modes.items()}
+    return replace(part, settings=replace(part.settings, modes=renamed))

@@ -8,7 +8,7 @@ import torch
 
 from lightning_solo.planner.device import CPU, Device
 from lightning_solo.planner.timeline import AWAITED, COMPUTE, TO_DEVICE, TO_HOST, Operation, Span, length, schedule
-from lightning_solo.planner.tracer import RING_BUFFERS, Cost
+from lightning_solo.planner.tracer import RING_BUFFERS, Cost, buffer_of
 
 KERNEL_S, LAUNCH_S = 4e-6, 10e-6  # the shortest kernel; a launch from Python
 
@@ -52,8 +52,9 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
     emptied: dict[int, int] = {}  # slot -> the last copy from it
     for index, cost in enumerate(costs):
         name, number = phases[index] if phases else "", len(result)
+        slot = buffer_of(cost.slot)
         if cost.stream == AWAITED:
-            awaited += [last[cost.slot]] if cost.slot in last else []
+            awaited += [last[slot]] if slot in last else []
             continue
         if cost.stream == COMPUTE:
             compute = cost.flops / _speed(device, cost.dtype) if cost.flops else 0.0
@@ -61,11 +62,11 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
             waits, awaited, computed = tuple(awaited), [], number
         else:
             seconds = cost.bytes / copied
-            before = emptied.get(cost.slot, -1) if cost.stream == TO_DEVICE else computed
+            before = emptied.get(slot, -1) if cost.stream == TO_DEVICE else computed
             waits = () if before < 0 else (before,)
-            last[cost.slot] = number
+            last[slot] = number
             if cost.stream == TO_HOST:
-                emptied[cost.slot] = number
+                emptied[slot] = number
         result.append(Operation(cost.stream, seconds, waits, name, _queue(cost)))
     return result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -17,17 +17,32 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from lightning_solo.memory.ledger import Ledger, operator_tensors
+from lightning_solo.optim.staging import Staging
 from lightning_solo.planner.autocast import HALF
 from lightning_solo.planner.convolutions import CONVOLUTIONS, workspaces
 from lightning_solo.planner.data_dependent_ops import DATA_DEPENDENT
 from lightning_solo.planner.fake_modules import KNOWN
 from lightning_solo.planner.index_bounds import check_indices
+from lightning_solo.planner.notes import SERVED, STAGED, label
 from lightning_solo.planner.operator_cache import Known, OperatorCache
 from lightning_solo.planner.timeline import COMPUTE
 
 aten = torch.ops.aten
 RING_BUFFERS = 10**6
 """Slots of rings' buffers begin here, above those of staging buffers; those of offloaded tensors are negative."""
+
+
+def ring_buffer(window: int, block: int) -> int:
+    """Return the slot of a block that has one of ``window`` buffers; it grows with the block, as others don't."""
+    return RING_BUFFERS * window + block
+
+
+def buffer_of(slot: int) -> int:
+    """Return the number of a slot's buffer, which blocks of a ring share."""
+    window, block = divmod(slot, RING_BUFFERS)
+    return slot if window < 1 else RING_BUFFERS + block % window
+
+
 PHASES = ("forward", "backward", "optimizer_step", "between")
 NORMS = (
     aten.native_layer_norm.default,
@@ -73,6 +88,7 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         self.phases: list[tuple[int, int, str]] = []  # (number of events before it, number of costs before it, name)
         self.steps: list[int] = []  # number of costs before the end of each optimizer step
         self._cached = OperatorCache(self._computed, known)
+        self._served: dict[Staging, int] = {}
 
     def assume(self, what: str) -> None:
         """Record an assumption."""
@@ -85,6 +101,7 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         self.costs.clear()
         self.phases = [(0, 0, "between")]
         self.steps.clear()
+        self._served.clear()
 
     def enter(self, phase: str) -> None:
         """Record the start of a phase."""
@@ -103,6 +120,23 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
     def copy(self, stream: str, size: int, slot: int) -> None:
         """Record a copy through a staging buffer to the device or host, or a wait for the buffer's last copy."""
         self.costs.append(Cost(0, size, torch.uint8, stream, slot))
+
+    def note(self, *words: Any, size: int = 1) -> None:
+        """Record a note among the events."""
+        number = self.log.born(label(*words))
+        self.log.events += [(number, size), (number, -size)]
+
+    def stage(self, staging: Staging, pieces: Mapping[str, int]) -> None:
+        """Record that pieces of a number of bytes pass through staging buffers."""
+        served, number = self._served.get(staging, 0), len(self._served)
+        if staging in self._served:
+            number = list(self._served).index(staging)
+        if staging.served != served:
+            self.note(SERVED, number, size=staging.served)
+        self._served[staging] = staging.served
+        category = self._label()
+        for left, (name, size) in zip(reversed(range(len(pieces))), pieces.items(), strict=True):
+            self.note(STAGED, number, left, name, category, size=size)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

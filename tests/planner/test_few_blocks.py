@@ -67,7 +67,13 @@ def characters() -> Tensor:
 
 
 def planned(
-    make: Callable[[], Any], batch: Any, preset: str, monkeypatch: pytest.MonkeyPatch, least: int, budget: int = 0
+    make: Callable[[], Any],
+    batch: Any,
+    preset: str,
+    monkeypatch: pytest.MonkeyPatch,
+    least: int,
+    budget: int = 0,
+    trainer: dict[str, Any] | None = None,
 ) -> tuple[Plan, list[int]]:
     """Return a plan, and the number of parameters of each module that is traced in this process."""
     traced: list[int] = []
@@ -83,7 +89,7 @@ def planned(
     target = device("rtx-4090")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plan = Planner(make, batch, {}, target, budget or target.memory_bytes).plan(preset, compose(preset))
+        plan = Planner(make, batch, trainer or {}, target, budget or target.memory_bytes).plan(preset, compose(preset))
     monkeypatch.undo()
     return plan, traced
 
@@ -110,6 +116,23 @@ def test_plans_of_all_presets_from_few_blocks_equal_those_from_all(
             monkeypatch.undo()
             plans.append(str(error))
     assert plans[0] == plans[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "preset", ["stream", "stream_checkpointing", "compact_host", "host_states", "gradient_release"]
+)
+@pytest.mark.parametrize("clipped", [False, True])
+def test_plans_with_pieces_and_rings_from_few_blocks_equal_those_from_all(
+    preset: str, clipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = lambda: ByteGPT(width=64, depth=22, heads=2)  # noqa: E731
+    trainer = {"gradient_clip_val": 1.0} if clipped else {}
+    few, traced = planned(make, characters()[:1], preset, monkeypatch, few_blocks.LEAST, MiB, trainer)
+    whole, full = planned(make, characters()[:1], preset, monkeypatch, 23, MiB, trainer)
+    assert few == whole
+    # the first and the last trace of the whole module would have as many
+    assert [count for count in traced if count == max(full)] == [max(full)]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +177,19 @@ def test_blocks_with_different_settings_or_shared_weights_are_not_equal() -> Non
         Run("network.blocks", 3, 2),
         Run("network.blocks", 6, 2),
     ]
+
+
+def test_recurrent_layers_with_references_to_their_weights_are_equal() -> None:
+    module = nn.ModuleList([nn.GRU(8, 16), *(nn.GRU(16, 16) for _ in range(5)), nn.LSTM(16, 16)])
+    assert equal_runs(module, 4) == [Run("", 1, 5)]
+
+
+def test_name_of_a_block_in_a_shorter_module() -> None:
+    blocks = FewBlocks(partial(stack, *[24] * 20, 40))
+    names = [f"network.blocks.{number}" for number in range(21)] + ["network.head"]
+    short = [blocks.named([5], name) for name in names]
+    assert short == [*names[:5], *[None] * 15, "network.blocks.5", "network.head"]
+    assert len(blocks.make([5]).network.blocks) == 6
 
 
 def test_shortened_list_keeps_the_blocks_after_a_run_and_counts_on() -> None:

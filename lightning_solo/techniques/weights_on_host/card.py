@@ -107,6 +107,7 @@ def footprint(settings: Settings, request: Request, before: Footprint) -> Footpr
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan all blocks' weights on the host."""
+    tracing = replace(tracing, ring=settings.window)
     if settings.weight_budget != AUTO:
         return tracing
     assumption = "all blocks' weights are planned on the host: in a run, what fits stays on the device"
