@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 VERSIONS = "versions.json"
@@ -24,6 +25,8 @@ PACKAGES = (
     *("lightning-solo", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "deepspeed"),
     *("transformers", "peft"),
 )
+HOST_SHARE = "LIGHTNING_SOLO_HOST_SHARE"
+"""Environment variable of a job that runs beside others: the bytes of host memory that it may use."""
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """File systems whose files take the host's memory."""
 
@@ -49,9 +52,10 @@ def is_installed(package: str) -> bool:
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """Return (total, available) bytes of the host for this process, the limits of its control groups included.
+    """Return (total, available) bytes of the host for this process.
 
-    Page cache counts as available: the kernel gives it back before anything fails.
+    The limits of its control groups count, and its share of the host if it is one of several jobs of a sweep. Page
+    cache counts as available: the kernel gives it back before anything fails.
 
     Args:
         root: the folder that contains `proc` and `sys`.
@@ -61,9 +65,17 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     if meminfo.is_file():
         fields = {name: text for name, _, text in (line.partition(":") for line in meminfo.read_text().splitlines())}
         total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    for limit, used in _memory_limits(root):
+    for limit, used in (*_memory_limits(root), *_share(root)):
         total, available = min(total, limit), min(available, limit - used)
     return total, max(available, 0)
+
+
+def _share(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield (limit, used) bytes of this process's share of the host, if `HOST_SHARE` sets one."""
+    share, pages = os.environ.get(HOST_SHARE, ""), _text(root / "proc/self/statm").split()
+    if share.isdigit() and pages:
+        resident, shared = map(int, pages[1:3])
+        yield int(share), (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
@@ -166,6 +178,49 @@ def nvcc_release(cuda_home: str | None) -> tuple[int, int] | None:
     except OSError:
         return None
     return (int(found[1]), int(found[2])) if found else None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or a MIG instance of one.
+
+    Attributes:
+        number: its index in `nvidia-smi`; empty for a MIG instance.
+        free_bytes, total_bytes: None where they are unknown, as for a MIG instance.
+    """
+
+    number: str
+    name: str
+    uuid: str
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+
+
+def nvidia_gpus() -> list[Gpu]:
+    """Return the GPUs that `nvidia-smi` lists, without starting CUDA; none where it isn't installed or fails.
+
+    A GPU that is divided into MIG instances is followed by them.
+    """
+    memory = {}
+    for line in _nvidia_smi("--query-gpu=uuid,memory.free,memory.total", "--format=csv,noheader,nounits"):
+        uuid, *numbers = (text.strip() for text in line.split(","))
+        memory[uuid] = [int(text) * 2**20 if text.isdigit() else None for text in numbers]
+    gpus = []
+    for line in _nvidia_smi("-L"):
+        if found := re.match(r"GPU (\d+): (.+) \(UUID: (\S+)\)", line):
+            gpus.append(Gpu(found[1], found[2], found[3], *memory.get(found[3], ())))
+        elif found := re.match(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (\S+)\)", line):
+            gpus.append(Gpu("", f"MIG {found[1]}", found[2]))
+    return gpus
+
+
+def _nvidia_smi(*arguments: str) -> list[str]:
+    try:
+        command = ["nvidia-smi", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
 
 
 def nvidia_driver() -> str:

@@ -41,6 +41,12 @@ class SoloLauncher(Launcher):
 
         self._launch = Launch(hydra_context, task_function, config, **self.settings)
 
+    @property
+    def parallel(self) -> int:
+        """The number of jobs at a time."""
+        jobs: int = self._launch.settings.parallel
+        return jobs
+
     def kept(self, jobs: Collection[int]) -> Any:
         """Keep the sweep open between calls of `launch`, for a sweeper that runs some of its jobs at a time."""
         return self._launch.kept(jobs)

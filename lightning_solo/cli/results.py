@@ -34,6 +34,7 @@ SHOWN = (
     "peak_host_bytes",
     "tokens_per_s",
     "seconds",
+    "gpu",
     "best",
 )
 COLUMNS = [name for name in columns([]) if name != "best"]

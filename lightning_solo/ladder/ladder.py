@@ -81,11 +81,12 @@ class Ladder:
         look: Callable[[Sequence[int]], None] = lambda _: None,
         names: dict[int, str] | None = None,
     ) -> None:
-        if settings.parallel != 1:
-            raise ConflictError(
-                f"hydra.launcher.parallel={settings.parallel}: rungs that run at the same time would slow one another;"
-                " drop it"
-            )
+        for name in ("parallel", "gpus"):
+            if (value := getattr(settings, name)) not in (None, 1):
+                raise ConflictError(
+                    f"hydra.launcher.{name}={value}: rungs run one at a time, because they would slow one another; drop"
+                    " it, and set CUDA_VISIBLE_DEVICES for another GPU"
+                )
         if any(row.number == 0 and row.status == "failed" for row in results.read(folder.results)):
             settings = replace(settings, rerun="failed")  # rungs are compared with it; its fault may be fixed
         self.folder = folder

@@ -17,7 +17,7 @@ from lightning_solo.report.model import Figure, Report, plain
 from lightning_solo.report.run_folder import documents, newest
 from lightning_solo.report.series import Series
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.results import Row, read_all
+from lightning_solo.sweeps.results import Row, gpu_cell, read_all
 from lightning_solo.tables import Cell, Column, Table, duration, filled_table, number, size
 from lightning_solo.units import GiB, shorter_numbers
 
@@ -112,6 +112,7 @@ def columns(rows: Sequence[Row]) -> dict[str, Column[Row]]:
         "peak_host_bytes": Column("peak host", lambda row: size(row.peak_host_bytes)),
         "tokens_per_s": Column("tokens per s", lambda row: number(row.tokens_per_s, 4)),
         "seconds": Column("time", lambda row: duration(row.seconds)),
+        "gpu": Column("GPU", lambda row: gpu_cell(row.gpu)),
         "steps": Column("steps", lambda row: number(row.steps)),
         "attempt": Column("attempt", lambda row: number(row.attempt)),
         "detail": Column("detail", detail),

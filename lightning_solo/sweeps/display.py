@@ -18,7 +18,7 @@ from lightning_solo.atomic_files import read_json
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED
 from lightning_solo.sweeps.output import FILE, tail
-from lightning_solo.sweeps.results import Row
+from lightning_solo.sweeps.results import Row, gpu_cell
 from lightning_solo.tables import Cell, Table, duration, size, terminal
 from lightning_solo.tables import number as figure
 from lightning_solo.units import format_duration
@@ -96,7 +96,7 @@ class Display:
         left = self.seconds_left(running)
         line += f", about {format_duration(left)} left" if left is not None else ""
         rows = [self._cells(number, number in running) for number in [*running, *done[::-1]][:SHOWN]]
-        headings = ("job", "overrides", "state", "step", "loss", "peak memory", "time")
+        headings = ("job", "overrides", "state", "GPU", "step", "loss", "peak memory", "time")
         return Group(terminal(Table("", headings, rows), headings[1:]), Text(line, style="bold"))
 
     def _cells(self, number: int, runs: bool) -> list[Cell]:
@@ -109,6 +109,7 @@ class Display:
             Cell(f"#{number}", number),
             Cell(self.names.get(number, "")),
             Cell("running" if runs else state, style=style),
+            gpu_cell(str((read_json(self.folder.job(number).start) or {}).get("gpu", "")) if runs else ""),
             Cell() if step is None else Cell(f"{step}/{steps}" if steps else str(step), step),
             figure(progress.get("loss"), 4),
             size(progress.get("peak_device_bytes")),

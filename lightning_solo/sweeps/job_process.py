@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,11 @@ BEFORE_S = 0.3
 
 @dataclass(frozen=True)
 class JobRequest:
-    """An attempt at a job, as sent to the process that starts it and to the job's process."""
+    """An attempt at a job, as sent to the process that starts it and to the job's process.
+
+    Attributes:
+        variables: environment variables of the job alone.
+    """
 
     number: int
     attempt: int
@@ -37,6 +41,7 @@ class JobRequest:
     folder: str
     argument: bytes
     settings: Settings
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles) -> int:

@@ -15,6 +15,7 @@ from lightning_solo.cards.arguments import Parameter, check_arguments
 from lightning_solo.errors import PresetError
 from lightning_solo.sweeps.files import STATE
 
+AUTO = "auto"
 RERUN = ("never", "failed", "all")
 MOST_JOBS = 10_000  # for a launcher without a setting for it, such as Hydra's own
 REMEDY = "write 'hydra.sweep.subdir=${hydra.job.num}'"
@@ -25,7 +26,9 @@ class Settings:
     """The settings of `hydra.launcher`.
 
     Attributes:
-        parallel: jobs at a time.
+        parallel: jobs at a time; None for one per GPU and job on it, or 1 without ``gpus``.
+        gpus: GPUs that are shared out between the jobs: ``auto``, a list of entries of CUDA_VISIBLE_DEVICES, or None.
+        jobs_per_gpu: jobs that share a GPU; ``auto`` for as many as fit by their plans.
         timeout_s: seconds that a job may take; None for no limit.
         grace_s: seconds between the signal that asks a job to end and the signal that kills it.
         retries: how often a failed job is started again.
@@ -35,7 +38,9 @@ class Settings:
         tail_lines: lines of a failed job's output that are shown.
     """
 
-    parallel: int = 1
+    parallel: int | None = None
+    gpus: Any = None
+    jobs_per_gpu: Any = 1
     timeout_s: float | None = None
     grace_s: float = 10.0
     retries: int = 0
@@ -45,6 +50,17 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_least("launcher", self, parallel=1, retries=0, grace_s=0, output_mib=0, tail_lines=0)
+        if self.jobs_per_gpu != AUTO and (type(self.jobs_per_gpu) is not int or self.jobs_per_gpu < 1):
+            raise PresetError(f"hydra.launcher.jobs_per_gpu={self.jobs_per_gpu}: must be 1 or more, or auto")
+        if self.gpus is None and self.jobs_per_gpu != 1:
+            raise PresetError(
+                f"hydra.launcher.jobs_per_gpu={self.jobs_per_gpu}: there are no GPUs to share out; write"
+                f" hydra.launcher.gpus=auto, or hydra.launcher.parallel={self.jobs_per_gpu} for one device"
+            )
+        if self.gpus is not None and self.gpus != AUTO and not (is_list(self.gpus) and self.gpus):
+            raise PresetError(
+                f"hydra.launcher.gpus={self.gpus}: must be auto for all, null, or a list such as [0] or [GPU-8932f937]"
+            )
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise PresetError(f"hydra.launcher.timeout_s={self.timeout_s}: must be positive, or null for no limit")
         if self.rerun not in RERUN:
@@ -68,19 +84,33 @@ def check_least(section: str, settings: object, **least: int) -> None:
         PresetError: names the setting.
     """
     for name, lowest in least.items():
-        if getattr(settings, name) < lowest:
-            raise PresetError(f"hydra.{section}.{name}={getattr(settings, name)}: must be {lowest} or more")
+        value = getattr(settings, name)
+        if value is not None and value < lowest:
+            raise PresetError(f"hydra.{section}.{name}={value}: must be {lowest} or more")
+
+
+def is_list(value: object) -> bool:
+    """Return whether a value is a list, of Python or of a configuration."""
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job to run; ``argument`` returns the task function's pickled argument when it is needed."""
+    """A job to run.
+
+    Attributes:
+        argument: returns the task function's pickled argument when it is needed.
+        devices: number of devices that it takes.
+        planned_bytes: returns the device memory that it is planned to take; None if unknown.
+    """
 
     number: int
     overrides: tuple[str, ...]
     folder: Path
     config_hash: str
     argument: Callable[[], bytes]
+    devices: int = 1
+    planned_bytes: Callable[[], int | None] = lambda: None
 
 
 class Try(NamedTuple):
@@ -90,6 +120,9 @@ class Try(NamedTuple):
         failures: earlier attempts that count against `Settings.retries`.
         anew: the reason why it starts from the beginning; empty if it resumes the earlier attempts.
         seconds: total seconds of the attempts that it resumes.
+        alone: whether no other job may use its GPUs, because it ran out of memory beside another.
+        gpus: the GPUs that it runs on.
+        shared: whether another job has used one of them while it ran.
     """
 
     job: Job
@@ -97,6 +130,9 @@ class Try(NamedTuple):
     failures: int = 0
     anew: str = ""
     seconds: float = 0.0
+    alone: bool = False
+    gpus: tuple[str, ...] = ()
+    shared: bool = False
 
     @property
     def resumes(self) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,14 @@ from hydra.errors import CompactHydraException
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lightning_solo.errors import SoloError
+from lightning_solo.errors import ConflictError, PresetError, SoloError
+from lightning_solo.machine import nvidia_gpus
 from lightning_solo.sweeps.application import Application, application_of
 from lightning_solo.sweeps.display import Display, failures
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.jobs import Job, Settings, check_folders, check_most, check_names, count_jobs
+from lightning_solo.sweeps.gpus import VISIBLE, check_devices, devices_of, gpus_of, with_parallel
+from lightning_solo.sweeps.job_process import VARIABLE
+from lightning_solo.sweeps.jobs import AUTO, Job, Settings, check_folders, check_most, check_names, count_jobs
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.sweep import Sweep
@@ -57,7 +62,11 @@ class Launch:
             self.hydra_context = hydra_context
             self.config = config
             check_names("launcher", settings, Settings)
-            self.settings = Settings(**settings)
+            refuse_ranks()
+            settings_ = Settings(**settings)
+            self.gpus = gpus_of(settings_, os.environ.get(VISIBLE), [] if settings_.gpus is None else nvidia_gpus())
+            self.settings = with_parallel(settings_, self.gpus)
+            self.planned_bytes = planned_bytes_of(task, self.settings)
             self.application = application_of(task, preload, hydra_context)
             check_product(config, max_jobs, hydra_context.config_loader)
             self.folder = SweepFolder(Path(sweep_dir(config, self.application)))
@@ -69,8 +78,9 @@ class Launch:
     def kept(self, jobs: Collection[int]) -> Iterator[tuple[Sweep, Display]]:
         """Keep the sweep and its display open between calls, for a sweeper that runs some jobs at a time."""
         with without_trace():
-            display = Display(self.folder, dict.fromkeys(jobs, ""), self.settings.parallel)
-            sweep = Sweep(self.folder, self.application, self.settings, tell=display.tell, look=display.look)
+            display = Display(self.folder, dict.fromkeys(jobs, ""), self.settings.parallel or 1)
+            told: dict[str, Any] = {"tell": display.tell, "look": display.look}
+            sweep = Sweep(self.folder, self.application, self.settings, gpus=self.gpus, **told)
             try:
                 with display.shown(), sweep.opened():
                     self._kept = sweep, display
@@ -90,6 +100,7 @@ class Launch:
             configs = [self._composed(initial_job_idx + i, overrides) for i, overrides in enumerate(job_overrides)]
             jobs = [self._job(config) for config in configs]
             check_folders(self.folder.path, jobs)
+            check_devices(jobs, self.gpus)
             if jobs:
                 jobs[0].argument()
         names = {job.number: " ".join(job.overrides) for job in jobs}
@@ -126,6 +137,8 @@ class Launch:
             folder=self.folder.path / of_sweep(config, "subdir"),
             config_hash=config_hash(config),
             argument=partial(self.application.dumps, config),
+            devices=devices_of(config),
+            planned_bytes=cache(partial(self.planned_bytes, config)),
         )
 
 
@@ -153,6 +166,36 @@ def without_trace() -> Iterator[None]:
         yield
     except SoloError as error:
         raise CompactHydraException(str(error)) from None
+
+
+def refuse_ranks() -> None:
+    """Refuse a sweep that a job's Trainer starts, because it starts the command again for each further device.
+
+    Raises:
+        ConflictError: names the settings for a number of devices.
+    """
+    if VARIABLE in os.environ and "LOCAL_RANK" in os.environ:
+        raise ConflictError(
+            "a job's Trainer uses several devices, for which Lightning would start the whole sweep again; write their"
+            " number as solo.devices or trainer.devices, or 1, or hydra.launcher.gpus=auto for one GPU per job"
+        )
+
+
+def planned_bytes_of(task: Callable[..., Any], settings: Settings) -> Callable[[DictConfig], int | None]:
+    """Return the function ``planned_bytes`` of the application's module if jobs are packed by it.
+
+    Raises:
+        PresetError: the module has none.
+    """
+    if settings.jobs_per_gpu != AUTO:
+        return lambda _: None
+    planned: Any = getattr(sys.modules.get(task.__module__), "planned_bytes", None)
+    if planned is None:
+        raise PresetError(
+            "hydra.launcher.jobs_per_gpu=auto: jobs are packed by their planned memory, and the application has no"
+            " function planned_bytes(config), which returns the bytes of a job; write it, or a number of jobs"
+        )
+    return partial(planned)
 
 
 def check_product(config: DictConfig, most: int, loader: ConfigLoader) -> None:

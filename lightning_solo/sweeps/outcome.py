@@ -11,10 +11,11 @@ from lightning_solo.processes import ending
 
 FINISHED = "finished"
 INTERRUPTED = "interrupted"
+OUT_OF_DEVICE_MEMORY = "out of device memory"
 STATUSES = {
     FINISHED: "the task function returned",
     "failed": "it raised an exception",
-    "out of device memory": "CUDA had no memory left",
+    OUT_OF_DEVICE_MEMORY: "CUDA had no memory left",
     "out of host memory": "the kernel killed it for lack of memory, or Python had none left",
     "timed out": "it took longer than hydra.launcher.timeout_s",
     "crashed": "it crashed, for example by a segmentation fault",
@@ -81,7 +82,7 @@ def _of_error(error: Mapping[str, Any]) -> tuple[str, str]:
     if kind == "CompactHydraException":  # a refusal with a complete message
         return "failed", " ".join(text.split())
     if kind == "OutOfMemoryError" or any(words in text for words in DEVICE_MEMORY):
-        return "out of device memory", line
+        return OUT_OF_DEVICE_MEMORY, line
     if kind == "MemoryError" or any(words in text for words in HOST_MEMORY):
         return "out of host memory", line
     if kind == "KeyboardInterrupt":

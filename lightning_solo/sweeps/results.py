@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +15,7 @@ from lightning_solo.atomic_files import read_json
 from lightning_solo.errors import CheckpointError
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import BEGUN, FINISHED, NOT_STARTED
+from lightning_solo.tables import Cell
 
 VERSION = 1
 
@@ -35,6 +37,7 @@ class Row:
         seconds: seconds from the start to the end of its process, plus those of the attempts that it resumed.
         peak_device_bytes: peak memory on the device; None without a device.
         peak_host_bytes: peak resident memory of the job's largest process.
+        gpu: the job's CUDA_VISIBLE_DEVICES, if the sweep shares out GPUs.
         config_hash: hash of the composed configuration, without Hydra's section.
         versions: package -> version.
     """
@@ -52,6 +55,7 @@ class Row:
     started: float | None = None
     peak_device_bytes: int | None = None
     peak_host_bytes: int | None = None
+    gpu: str = ""
     config_hash: str = ""
     hardware: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -89,6 +93,15 @@ def number(value: object) -> float | None:
     (2.0, None, None, None)
     """
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def gpu_cell(gpu: str) -> Cell:
+    """Return a job's GPUs for a table, the UUIDs shortened.
+
+    >>> gpu_cell("0,1").text, gpu_cell("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6").text
+    ('0,1', 'GPU-8932f937')
+    """
+    return Cell(re.sub(r"((?:GPU|MIG)-[0-9a-f]{8})-[0-9a-f-]+", r"\1", gpu), gpu or None)
 
 
 def is_validation_loss(name: str) -> bool:
@@ -204,6 +217,7 @@ def read_all(sweep: SweepFolder) -> list[Row]:
             rows[job] = Row(
                 job, tuple(start.get("overrides", ())), BEGUN, folder=str(start.get("folder", "")),
                 attempt=start.get("attempt", 1), metrics=progress.get("metrics") or {}, steps=progress.get("step"),
+                gpu=str(start.get("gpu", "")),
             )  # fmt: skip
         elif job not in rows and str(job) in listed:
             rows[job] = Row(job, tuple(listed[str(job)]), NOT_STARTED)

@@ -52,13 +52,12 @@ class Search:
                 "hydra/sweeper=solo_optuna: it reads each trial's value and cost from the results of"
                 " hydra/launcher=solo; write both"
             )
-        self.settings = settings(options, config.hydra.launcher.parallel)
         if config.hydra.launcher.rerun != "never":
             raise ConflictError(
                 f"hydra.launcher.rerun={config.hydra.launcher.rerun} and hydra/sweeper=solo_optuna: a trial that has"
                 " ended is not run again; write a larger hydra.sweeper.n_trials for more trials"
             )
-        if self.settings.pruning:
+        if options["pruning"]:
             with read_write(config), open_dict(config):
                 config.hydra.launcher.preload = [*config.hydra.launcher.preload, "lightning_solo.sweeps.pruning"]
         self.config = config
@@ -66,6 +65,7 @@ class Search:
         self.launcher: Any = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task, config=config
         )
+        self.settings = settings(options, self.launcher.parallel)  # type: ignore[attr-defined]
         self.folder = SweepFolder(Path(config.hydra.sweep.dir))
 
     def __call__(self, arguments: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
-from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.errors import ConflictError, PresetError, SoloError, listed
 from lightning_solo.processes import NVML, Child, environment, fork, start
 from lightning_solo.sweeps.application import Application, load
 from lightning_solo.sweeps.files import SweepFolder
@@ -124,7 +124,7 @@ class Server:
         self._send(why)
 
     def _start(self, request: JobRequest) -> None:
-        with output_file(request.folder).open("ab") as output:
+        with output_file(request.folder).open("ab") as output, environment(request.variables):
             if self.task is None:
                 child = start(f"{__name__}:run_job", self.application, request, self.sweep, output=output)
             else:
@@ -196,7 +196,14 @@ def serve(connection: Connection, sweep: SweepFolder, application: Application, 
 def run_job(connection: Connection, application: Application, request: JobRequest, sweep: SweepFolder) -> NoReturn:
     """Run a job in this fresh interpreter, and exit."""
     connection.close()
-    raise SystemExit(run(load(application), request, sweep.job(request.number)))
+    task = load(application)
+    if any(os.environ.get(name) != value for name, value in request.variables.items()):
+        task = partial(_refuse, listed(request.variables))
+    raise SystemExit(run(task, request, sweep.job(request.number)))
+
+
+def _refuse(names: str, _: object) -> NoReturn:
+    raise ConflictError(f"the application sets {names} while it is imported, which a sweep sets for each job; drop it")
 
 
 def _flush() -> None:

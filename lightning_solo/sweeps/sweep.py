@@ -8,21 +8,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.errors import CapabilityError, CheckpointError, PresetError, listed
-from lightning_solo.machine import versions
-from lightning_solo.processes import Child, ProcessError, start
+from lightning_solo.machine import HOST_SHARE, host_memory, versions
+from lightning_solo.processes import Child, ProcessError, environment, start
 from lightning_solo.signals import caught_signals
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.gpus import place, variables_of
 from lightning_solo.sweeps.job_process import JobRequest
 from lightning_solo.sweeps.jobs import Job, Settings, Try, check_folders
-from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED, End, outcome
+from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED, OUT_OF_DEVICE_MEMORY, End, outcome
 from lightning_solo.sweeps.results import Row
 from lightning_solo.sweeps.server import serve
 
@@ -82,6 +83,7 @@ class Sweep:
             "spawning".
         look: called several times a second with the numbers of the running jobs.
         wanted: whether a job is still wanted when its turn comes; an unwanted one gets no row.
+        gpus: GPUs to share out, see `gpus.place`.
     """
 
     folder: SweepFolder
@@ -90,6 +92,7 @@ class Sweep:
     tell: Callable[[str, int | None, str], None] = lambda *_: None
     look: Callable[[Sequence[int]], None] = lambda _: None
     wanted: Callable[[Job], bool] = lambda _: True
+    gpus: Mapping[str, int | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -165,7 +168,10 @@ class Sweep:
         if row is None or row.attempt != start["attempt"]:  # the command ended before it wrote the row
             row, result = None, files.result_of(start["attempt"])
             if result is not None:
-                row = self._row(Try(job, start["attempt"]), End(int("error" in result)))
+                before = Try(job, start["attempt"], gpus=tuple(filter(None, start.get("gpu", "").split(","))))
+                row = self._row(before, End(int("error" in result)))
+                if row.status == OUT_OF_DEVICE_MEMORY and start.get("shared"):
+                    return self._alone(before, start.get("failures", 0), row)
                 self._write(row)
         return row_or_try(job, start, row, self.settings)
 
@@ -179,8 +185,13 @@ class Sweep:
         try:
             server = self._server or self._serve()
             while waiting or running:
-                while waiting and len(running) < self.settings.parallel and not self._stops():
-                    self._start(server, waiting.popleft(), running)
+                while waiting and len(running) < (self.settings.parallel or 1) and not self._stops():
+                    if self.wanted(waiting[0].job):
+                        gpus = place(waiting[0], running.values(), self.gpus, self.settings)
+                        if gpus is None:  # until a running job ends; the next ones don't overtake
+                            break
+                        self._start(server, waiting[0]._replace(gpus=gpus), running)
+                    waiting.popleft()
                 while forwarded < len(self._signals) and running:
                     server.send(None)
                     forwarded += 1
@@ -202,7 +213,7 @@ class Sweep:
         """Start the process that starts the jobs, and wait until it has loaded the application."""
         assert self._opened is not None
         folder = SweepFolder(self.folder.path.absolute())
-        with self.folder.server_log.open("ab") as log:
+        with self.folder.server_log.open("ab") as log, environment(self._shares()):
             server = start(
                 f"{serve.__module__}:serve", folder, self.application, self._lock,
                 output=log, inherited=[self._lock], killed_with_parent=False,
@@ -221,6 +232,15 @@ class Sweep:
         self._server = server
         return server
 
+    def _shares(self) -> dict[str, str]:
+        """Return environment variables that share out the host's memory and cores between jobs that run at once."""
+        parallel = self.settings.parallel or 1
+        if parallel == 1:
+            return {}
+        threads = max(len(os.sched_getaffinity(0)) // parallel, 1)
+        given = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
+        return {HOST_SHARE: str(host_memory()[1] // parallel), "OMP_NUM_THREADS": str(threads), **given}
+
     def _check_signals(self) -> None:
         if self._signals:
             raise KeyboardInterrupt
@@ -230,15 +250,15 @@ class Sweep:
         return bool(self._signals) or self._full is not None
 
     def _start(self, server: Child, one: Try, running: dict[int, Try]) -> None:
-        job = one.job
-        if not self.wanted(job):
-            return
+        job, gpu = one.job, ",".join(one.gpus)
+        beside = [number for number, other in running.items() if set(one.gpus) & set(other.gpus)]
         files, folder = self.folder.job(job.number), str(job.folder.absolute())
         try:
             if one.attempt > 1 and not one.resumes and job.folder.exists():
                 former = job.folder.rename(job.folder.with_name(f"{job.folder.name}.attempt-{one.attempt - 1}"))
                 self.tell("anew", job.number, f"{one.anew}; its former folder is now {former.name}")
             start = {"attempt": one.attempt, "failures": one.failures, "started": time.time(), "folder": folder}
+            start |= {"gpu": gpu, "shared": self.settings.jobs_per_gpu != 1 and not one.alone}
             what = {"overrides": job.overrides, "config_hash": job.config_hash, "code": self.application.code}
             write_json(files.start, {**start, **what})
             for file in (files.result, files.progress):  # of an earlier attempt
@@ -247,21 +267,36 @@ class Sweep:
             self._full = files.path, str(error)
             self.tell("ended", job.number, f"not started: {error}")
             return
-        server.send(JobRequest(job.number, one.attempt, one.resumes, folder, job.argument(), self.settings))
-        running[job.number] = one
-        resumes = f"attempt {one.attempt}, in its folder as it was left" if one.resumes else ""
-        self.tell("started", job.number, resumes)
+        request = JobRequest(
+            job.number, one.attempt, one.resumes, folder, job.argument(), self.settings, variables_of(one.gpus)
+        )
+        server.send(request)
+        running |= {number: running[number]._replace(shared=True) for number in beside}
+        running[job.number] = one._replace(shared=bool(beside))
+        how = [f"on GPU {gpu}"] if gpu else []
+        how += [f"attempt {one.attempt}, in its folder as it was left"] if one.resumes else []
+        self.tell("started", job.number, ", ".join(how))
 
     def _ended(self, waiting: deque[Try], one: Try, end: End) -> None:
         row = self._row(one, end)
         failed = row.status not in (FINISHED, INTERRUPTED)
+        crowded = one.shared and row.status == OUT_OF_DEVICE_MEMORY and not self._stops()
         retried = failed and one.failures < self.settings.retries and not self._stops()
-        self.tell("again" if retried else "ended", row.number, f"{row.status} {row.detail}".strip())
-        if retried:
+        detail = f"{row.status} {row.detail}".strip()
+        detail += f" (beside other jobs on GPU {row.gpu})" if crowded else ""
+        self.tell("again" if crowded or retried else "ended", row.number, detail)
+        if crowded:
+            waiting.appendleft(self._alone(one, one.failures, row))
+        elif retried:
             waiting.appendleft(Try(one.job, one.attempt + 1, one.failures + 1, seconds=row.seconds or 0.0))
         else:
             self._write(row)
             self.rows[row.number] = row
+
+    @staticmethod
+    def _alone(one: Try, failures: int, row: Row) -> Try:
+        """Return the next attempt of a job that ran out of memory beside others; it has its GPUs for itself."""
+        return Try(one.job, one.attempt + 1, failures, seconds=row.seconds or 0.0, alone=True)
 
     def _row(self, one: Try, end: End) -> Row:
         job, attempt = one.job, one.attempt
@@ -288,6 +323,7 @@ class Sweep:
             started=start.get("started"),
             peak_device_bytes=result.get("peak_device_bytes", progress.get("peak_device_bytes")),
             peak_host_bytes=end.peak_host_bytes,
+            gpu=",".join(one.gpus),
             config_hash=job.config_hash,
             hardware=result.get("device", f"{os.cpu_count()} CPU cores ({platform.machine()})"),
             versions=versions(),
