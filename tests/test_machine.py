@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from lightning_solo.machine import host_memory
+from lightning_solo.machine import HOST_SHARE, Gpu, host_memory, nvidia_gpus
 from lightning_solo.units import GiB
 
 NONE_V1 = str(2**63 - 4096)  # what cgroup v1 writes for no limit
@@ -81,3 +82,48 @@ def test_more_used_than_allowed_leaves_nothing(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     total, available = host_memory()
     assert 0 < available <= total
+
+
+# --- a share of it ---
+
+
+def test_share_of_a_job_is_less_what_the_job_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    root = machine(tmp_path, "", {})
+    (root / "proc/self/statm").write_text(f"900000 {3 * GiB // page} {GiB // page} 1 0 5 0\n")  # resident, shared
+    monkeypatch.setenv(HOST_SHARE, str(10 * GiB))
+    assert host_memory(root) == (10 * GiB, 8 * GiB)
+    monkeypatch.setenv(HOST_SHARE, str(60 * GiB))
+    assert host_memory(root) == (60 * GiB, 40 * GiB)
+    monkeypatch.delenv(HOST_SHARE)
+    assert host_memory(root) == (64 * GiB, 40 * GiB)
+
+
+# --- GPUs ---
+
+LISTED = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-bbbb)
+  MIG 3g.20gb     Device  0: (UUID: MIG-cccc)
+  MIG 1g.5gb      Device  1: (UUID: MIG-GPU-bbbb/2/0)"""
+MEMORY = "GPU-aaaa, 81000, 81559\nGPU-bbbb, [N/A], 40960"
+
+
+def test_gpus_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for number, (listed, memory, failed) in enumerate([(LISTED, MEMORY, 0), (LISTED, "", 0), (LISTED, MEMORY, 9)]):
+        (tmp_path / "listed").write_text(f"{listed}\n")
+        (tmp_path / "memory").write_text(f"{memory}\n")
+        folder = tmp_path
+        program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && cat {folder}/listed || cat {folder}/memory; exit {failed}\n')
+        program.chmod(0o755)
+        known = number == 0
+        expected = [
+            Gpu("0", "NVIDIA H100 80GB HBM3", "GPU-aaaa", *((81000 * 2**20, 81559 * 2**20) if known else ())),
+            Gpu("1", "NVIDIA A100-SXM4-40GB", "GPU-bbbb", *((None, 40960 * 2**20) if known else ())),
+            Gpu("", "MIG 3g.20gb", "MIG-cccc"),
+            Gpu("", "MIG 1g.5gb", "MIG-GPU-bbbb/2/0"),
+        ]
+        assert nvidia_gpus() == ([] if failed else expected)
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert nvidia_gpus() == []

@@ -18,7 +18,7 @@ from lightning_solo.cli.plan_line import PlanOptions, compose, parse
 from lightning_solo.cli.train import first_batch, model_of
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.machine import host_memory
-from lightning_solo.planner.device import CPU, this_device
+from lightning_solo.planner.device import CPU, Device, this_device
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
 from lightning_solo.planner.worker import WORKER, PlanRequest
 from lightning_solo.presets.devices import budget_on
@@ -64,17 +64,34 @@ def run(arguments: Sequence[str]) -> int:
 def request_of(options: PlanOptions) -> tuple[CheckedConfig, PlanRequest, dict[str, SoloError]]:
     """Return the application, what to plan, and the errors of presets that refuse the overrides."""
     checked, presets, refused = compose(options)
-    budget: Any = options.budget if options.device else Deferred(partial(budget_here, options.budget))
-    request = PlanRequest(
+    return checked, request_for(checked, presets, options.device, options.budget, options.micro_batch), refused
+
+
+def request_for(
+    checked: CheckedConfig,
+    presets: Mapping[str, Configuration],
+    device: Device | None = None,
+    budget: int | None = None,
+    micro_batch: int | None = None,
+) -> PlanRequest:
+    """Return what to plan, by default on this machine's device."""
+    of_device: Any = budget if device else Deferred(partial(budget_here, budget))
+    return PlanRequest(
         make=partial(model_of, checked),
         batch=partial(first_batch, checked),
         trainer=checked.trainer,
-        device=options.device or Deferred(this_device),
-        budget=budget,
-        micro_batch=options.micro_batch,
+        device=device or Deferred(this_device),
+        budget=of_device,
+        micro_batch=micro_batch,
         presets=presets,
     )
-    return checked, request, refused
+
+
+def needed_bytes(checked: CheckedConfig) -> int | None:
+    """Return the device memory that a run needs by its plan; None if it can't be planned, as with `auto`."""
+    presets = {} if checked.solo.auto else {"job": checked.solo}
+    plans = dict(WORKER.answers(request_for(checked, presets), TIMEOUT_S))
+    return plans["job"].needed_bytes if isinstance(plans.get("job"), Plan) else None
 
 
 def host_of(options: PlanOptions) -> int | None:

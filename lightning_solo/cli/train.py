@@ -11,6 +11,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,6 +74,15 @@ def run(arguments: Sequence[str]) -> int:
     sys.argv = ["lightning-solo train", *flags, *search_path_override(overrides), *overrides]
     hydra.main(config_path=str(conf_folder() / "app"), config_name="train", **VERSION_BASE)(_job)()
     return 0
+
+
+def planned_bytes(cfg: DictConfig) -> int | None:
+    """Return the device memory that a sweep's job needs by its plan, to pack jobs by it; None if it has no plan."""
+    from lightning_solo.cli.plan import needed_bytes  # which imports this module
+
+    with suppress(SoloError):  # the job itself says what is wrong
+        return needed_bytes(check_config(cfg))
+    return None
 
 
 def _job(cfg: DictConfig, checked: CheckedConfig | None = None) -> float | None:

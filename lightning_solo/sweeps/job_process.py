@@ -33,6 +33,7 @@ class JobRequest:
 
     Attributes:
         variables: environment variables of the job alone.
+        devices: number of devices, and of the job's processes.
     """
 
     number: int
@@ -42,17 +43,22 @@ class JobRequest:
     argument: bytes
     settings: Settings
     variables: Mapping[str, str] = field(default_factory=dict)
+    devices: int = 1
 
 
-def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles) -> int:
-    """Run the task function, write its result, and return the exit status of the process."""
+def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles, rank: int = 0) -> int:
+    """Run the task function, write its result, and return the exit status of the process.
+
+    The result of a job on several devices is that of rank 0, or the first error.
+    """
     from hydra.errors import CompactHydraException
 
     faulthandler.enable(2)  # print the stack of a job that crashes or is about to be ended
     if request.settings.timeout_s is not None:
         faulthandler.dump_traceback_later(max(request.settings.timeout_s - BEFORE_S, BEFORE_S), file=2)
     os.environ[VARIABLE] = str(files.path)
-    sys.path.append(ENTRY_POINTS)
+    if rank == 0:
+        sys.path.append(ENTRY_POINTS)
     if request.resumes:
         os.environ[RESUMES] = "1"
     result: dict[str, Any] = {"attempt": request.attempt}
@@ -66,6 +72,10 @@ def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles) -> int
                 print_error(type(error), error, error.__traceback__)
         result["error"] = {"type": type(error).__name__, "message": _message(error)}
     faulthandler.cancel_dump_traceback_later()
+    if rank != 0 and "error" not in result:
+        return 0
+    if request.devices > 1 and "error" in result and files.result.exists():
+        return 1
     try:
         write_json(files.result, result | peaks())
     except OSError as error:  # a full disk, which may have room for a shorter result

@@ -27,6 +27,7 @@ from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.display import failures
 from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.gpus import devices_of
 from lightning_solo.sweeps.launch import JobsFailed
 from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED
 from lightning_solo.sweeps.pruning import STUDY
@@ -78,8 +79,9 @@ class Search:
             JobsFailed: some jobs failed; raised at the end.
         """
         space = search_space(arguments, self.loader)
-        for overrides in space.samples():  # refuse an unknown key or choice before the study stores it
-            self.loader.load_sweep_config(self.config, overrides)
+        # refuse an unknown key or choice before the study stores it
+        samples = [self.loader.load_sweep_config(self.config, overrides) for overrides in space.samples()]
+        self._count_devices(max(map(devices_of, samples)))
         self.folder.path.mkdir(parents=True, exist_ok=True)
         with quiet(), self.launcher.kept(range(self.settings.n_trials)):
             study = open_study(self.folder.path, self.settings, space)
@@ -93,6 +95,16 @@ class Search:
                     suggest(Trial(study, frozen._trial_id), space)
                 left |= self._run(study, space, [frozen.number for frozen in trials])
         self._conclude(study, space)
+
+    def _count_devices(self, devices: int) -> None:
+        """Draw as many trials of several devices at once as run at the same time."""
+        if devices > 1 and self.settings.pruning:
+            raise ConflictError(
+                f"hydra.sweeper.pruning=true with jobs on {devices} devices: only one of a job's processes would end;"
+                " write hydra.sweeper.pruning=false"
+            )
+        if self.config.hydra.sweeper.n_jobs is None and self.config.hydra.launcher.gpus is not None:
+            self.settings = replace(self.settings, n_jobs=max(self.settings.n_jobs // devices, 1))
 
     def _next(self, study: Study, left: set[int]) -> list[FrozenTrial]:
         """Return the running trials, of this command or a killed one; if there are none, new ones."""

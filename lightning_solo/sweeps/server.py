@@ -26,11 +26,12 @@ from typing import Any, NoReturn
 from lightning_solo.errors import ConflictError, PresetError, SoloError, listed
 from lightning_solo.processes import NVML, Child, environment, fork, start
 from lightning_solo.sweeps.application import Application, load
-from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.files import JobFiles, SweepFolder
 from lightning_solo.sweeps.forking import seed_afresh, why_not_fork
 from lightning_solo.sweeps.job_process import JobRequest, run
 from lightning_solo.sweeps.outcome import End
 from lightning_solo.sweeps.output import cut_output, output_file, redirect_output
+from lightning_solo.sweeps.ranks import run_ranks
 
 
 @dataclass
@@ -142,8 +143,7 @@ class Server:
             for each in (connection, self.connection, *(job.child.connection for job in self.running.values())):
                 if each is not None:
                     each.close()
-            seed_afresh()
-            status = run(task, request, self.sweep.job(request.number))
+            status = _run(lambda: task, request, self.sweep.job(request.number))
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
             return status
@@ -196,10 +196,26 @@ def serve(connection: Connection, sweep: SweepFolder, application: Application, 
 def run_job(connection: Connection, application: Application, request: JobRequest, sweep: SweepFolder) -> NoReturn:
     """Run a job in this fresh interpreter, and exit."""
     connection.close()
-    task = load(application)
-    if any(os.environ.get(name) != value for name, value in request.variables.items()):
-        task = partial(_refuse, listed(request.variables))
-    raise SystemExit(run(task, request, sweep.job(request.number)))
+    raise SystemExit(_run(partial(load, application), request, sweep.job(request.number)))
+
+
+def _run(loaded: Callable[[], Callable[[Any], Any]], request: JobRequest, files: JobFiles) -> int:
+    """Run a job's ranks, each of which loads its task function, and return the exit status."""
+
+    def work(rank: int) -> int:
+        seed_afresh()
+        task = loaded()
+        if any(os.environ.get(name) != value for name, value in request.variables.items()):
+            task = partial(_refuse, listed(request.variables))
+        return run(task, request, files, rank)
+
+    status = run_ranks(request.devices, work)
+    if status < 0:  # end as the rank that failed first, whose end may have been an error of the others
+        files.result.unlink(missing_ok=True)
+        if status != -signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
 
 
 def _refuse(names: str, _: object) -> NoReturn:

@@ -268,7 +268,14 @@ class Sweep:
             self.tell("ended", job.number, f"not started: {error}")
             return
         request = JobRequest(
-            job.number, one.attempt, one.resumes, folder, job.argument(), self.settings, variables_of(one.gpus)
+            job.number,
+            one.attempt,
+            one.resumes,
+            folder,
+            job.argument(),
+            self.settings,
+            variables_of(one.gpus),
+            job.devices,
         )
         server.send(request)
         running |= {number: running[number]._replace(shared=True) for number in beside}

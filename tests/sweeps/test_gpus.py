@@ -16,7 +16,6 @@ from lightning_solo.errors import CapabilityError, PresetError
 from lightning_solo.machine import Gpu
 from lightning_solo.sweeps.gpus import check_devices, devices_of, gpus_of, place, variables_of, with_parallel
 from lightning_solo.sweeps.jobs import Job, Settings, Try
-from tests.conftest import long
 from tests.messages import mentions
 from tests.sweeps.applications import popen, returned, rows_of, sweep, sweep_folder, training
 
@@ -220,6 +219,21 @@ ON = """
 """
 
 
+PACKED = """
+    with open("running.txt", "a") as file:
+        file.write(f"+{cfg.n}\\n")
+    time.sleep(1)
+    with open("running.txt", "a") as file:
+        file.write(f"-{cfg.n}\\n")
+"""
+SMI = """#!/bin/sh
+case "$1" in
+    -L) echo "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-aaaa1111-0)" ;;
+    *) echo "GPU-aaaa1111-0, 10, 20" ;;
+esac
+"""
+
+
 def visible(monkeypatch: pytest.MonkeyPatch, entries: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", entries)
 
@@ -238,18 +252,19 @@ def test_each_job_has_one_gpu_for_itself(tmp_path: Path, monkeypatch: pytest.Mon
     assert "started on GPU GPU-8932f937" in done.stdout
 
 
-@pytest.mark.parametrize("fresh", [False, long(True)], ids=["forked", "fresh"])
 def test_job_that_ran_out_of_memory_beside_another_is_retried_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     visible(monkeypatch, "3")
-    before = "import threading\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()" if fresh else ""
-    script = training(ON, before)
+    until = """for _ in range(6000):
+        if os.path.exists("two-on-one"):
+            break
+        time.sleep(0.02)"""
+    script = training(ON.replace("time.sleep(0.3)", until))
     done = sweep(tmp_path, "n=range(3)", "hydra.launcher.gpus=auto", "hydra.launcher.jobs_per_gpu=2", script=script)
-    assert (tmp_path / "two-on-one").exists()
     rows = rows_of(tmp_path)
     assert [row.status for row in rows] == ["finished"] * 3
-    assert sum(row.attempt for row in rows) > 3
+    assert {row.attempt for row in rows} == {1, 2}
     assert "beside other jobs on GPU 3); started again" in done.stdout
 
 
@@ -279,6 +294,68 @@ def test_application_that_sets_the_variable_on_import_is_refused(
         code=1,
     )
     assert "sets CUDA_VISIBLE_DEVICES while it is imported" in done.stderr
+
+
+@pytest.fixture
+def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program `nvidia-smi` that lists a GPU with 10 MiB of free memory."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.write_text(SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.long
+def test_packed_jobs_take_no_more_than_the_memory_of_the_gpu(tmp_path: Path, one_gpu: None) -> None:
+    planned = {1: 4, 2: 5, 3: 3, 4: 10, 5: 2}
+    before = f"def planned_bytes(config):\n    return {planned}[config.n] * 2**20"
+    packed = ["hydra.launcher.gpus=auto", "hydra.launcher.jobs_per_gpu=auto"]
+    sweep(tmp_path, "n=1,2,3,4,5", *packed, script=training(PACKED, before))
+    running, most = set(), 0
+    for line in (tmp_path / "running.txt").read_text().split():
+        (running.add if line[0] == "+" else running.remove)(int(line[1:]))
+        assert sum(planned[n] for n in running) <= 10
+        most = max(most, len(running))
+    assert most >= 2
+    assert {row.gpu for row in rows_of(tmp_path)} == {"0"}
+    done = sweep(tmp_path, "n=1,2,3", *packed, code=1)
+    assert "no function planned_bytes(config)" in done.stderr
+
+
+DDP = """
+    import lightning.pytorch as L
+    from tests.modules import loader, regression
+    module = regression(L)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    devices = 2 if cfg.trainer["devices"] == "auto" else cfg.trainer["devices"]
+    trainer = L.Trainer(accelerator="cpu", strategy="ddp", devices=devices, max_steps=3, **quiet)
+    trainer.fit(module, loader())
+    if trainer.global_rank == 1 and cfg.n == 2:
+        raise ValueError("of rank 1")
+    if trainer.global_rank == 1 and cfg.n == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    trainer.strategy.barrier()
+    return [trainer.world_size, os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"]]
+"""
+
+
+@pytest.mark.long
+def test_job_on_two_devices_has_a_process_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's DDP, on the CPU; rank 1 of the second job fails, that of the third is killed."""
+    visible(monkeypatch, "0,1,2")
+    script = training(DDP).replace("    n: int = 0", "    n: int = 0\n    trainer: dict = field(default_factory=dict)")
+    script = script.replace("import dataclass", "import dataclass, field")
+    sweep(tmp_path, "n=1,2,3", "+trainer.devices=2", "hydra.launcher.gpus=auto", script=script, code=1)
+    one, failed, killed = rows_of(tmp_path)
+    assert (one.status, one.returned, one.gpu, one.steps) == ("finished", [2, "0,1", "0"], "0,1", 3)
+    assert (failed.status, failed.detail) == ("failed", "ValueError: of rank 1")
+    assert (killed.status, killed.returned) == ("killed", None)
+    many = ["+trainer.devices=4", "hydra.launcher.gpus=auto"]
+    assert "asks for 4 devices" in sweep(tmp_path, "n=1", *many, script=script, code=1).stderr
+    unknown = sweep(tmp_path, "n=1", "+trainer.devices=auto", script=script, code=1)  # Lightning starts the sweep again
+    assert "start the whole sweep again" in unknown.stderr
 
 
 @pytest.mark.long

@@ -172,12 +172,21 @@ MEETS = """
 
 
 @pytest.mark.long
-def test_parallel_trials_run_at_the_same_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "two",
+    [["parallel=2"], ["gpus=auto", "parallel=2"], ["gpus=[0,3]"], ["gpus=auto", "+trainer.devices=2"]],
+    ids=["processes", "processes on GPUs", "GPUs", "pairs of GPUs"],
+)
+def test_parallel_trials_run_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two: list[str]) -> None:
     """Each of a pair ends only when the other has begun; each says which ones had ended before it began."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     (tmp_path / "begun").mkdir()
     (tmp_path / "ended").mkdir()
     script = TRAIN.replace("    time.sleep(cfg.sleep)\n", MEETS)
-    search(tmp_path, "hydra.launcher.parallel=2", "hydra.sweeper.n_trials=5", *SPACE, script=script)
+    script = script.replace("    n: int = 0", "    n: int = 0\n    trainer: dict = field(default_factory=dict)")
+    script = script.replace("import dataclass", "import dataclass, field")
+    settings = [text if text[0] == "+" else f"hydra.launcher.{text}" for text in two]
+    search(tmp_path, *settings, "hydra.sweeper.n_trials=5", *SPACE, script=script)
     before = [(tmp_path / "begun" / str(number)).read_text() for number in range(5)]
     assert before == ["", "", "0 1", "0 1", "0 1 2 3"]  # 2, 2 and 1 at a time
     assert len({trial.params["x"] for trial in trials(tmp_path)}) == 5
