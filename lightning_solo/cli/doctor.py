@@ -19,6 +19,7 @@ from lightning_solo.machine import (
     is_private,
     ninja_executable,
     nvidia_driver,
+    nvidia_gpus,
     others_may_write,
     versions,
 )
@@ -26,6 +27,8 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.spelling import on_command_line
 from lightning_solo.requirements import lacks
+from lightning_solo.sweeps.gpus import VISIBLE, gpus_of
+from lightning_solo.sweeps.jobs import Settings
 from lightning_solo.tables import Cell, Table, terminal
 from lightning_solo.units import format_bytes
 
@@ -39,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
         return build()
     if arguments:
         raise PresetError(f"doctor takes --build or nothing, got {' '.join(arguments)!r}")
-    machine = {**dict.fromkeys(PACKAGES, "not installed"), **versions(), **hardware(), **tools(), **unsafe()}
+    machine = {**dict.fromkeys(PACKAGES, "not installed"), **versions(), **hardware(), **gpus(), **tools(), **unsafe()}
     presets = {name: lacking(name) or "ready" for name in sorted(preset_files())}
     console = Console()
     console.print(terminal(table("", ("", " "), machine), (" ",), headings=False))
@@ -93,6 +96,22 @@ def hardware() -> dict[str, str]:
         "cuDNN of torch": cudnn_version() or "none",
         "native bf16": "yes" if native else "no: use fp16",
     }
+
+
+def gpus() -> dict[str, str]:
+    """Return a line for each GPU of a machine with several, and one for CUDA_VISIBLE_DEVICES if it is set."""
+    present, variable = nvidia_gpus(), os.environ.get(VISIBLE)
+    lines = {}
+    for gpu in present if len(present) > 1 else ():
+        memory = "" if gpu.free_bytes is None else f", {format_bytes(gpu.free_bytes)} free"
+        lines[f"GPU {gpu.number}" if gpu.number else gpu.name] = f"{gpu.name}, {gpu.uuid}{memory}"
+    if variable is not None:
+        try:
+            entries = gpus_of(Settings(gpus="auto"), variable, present)
+            lines[VISIBLE] = f"{variable} ({len(entries)} of {len(present)} GPUs)" if present else variable
+        except SoloError as error:
+            lines[VISIBLE] = str(error)
+    return lines
 
 
 def cudnn_version() -> str:

@@ -13,10 +13,11 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from lightning_solo.errors import PresetError
+from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.sweeps.application import Application
+from lightning_solo.sweeps.job_process import VARIABLE
 from lightning_solo.sweeps.jobs import Settings
-from lightning_solo.sweeps.launch import check_product, job_return, quoted, sweep_dir
+from lightning_solo.sweeps.launch import check_product, job_return, quoted, refuse_ranks, sweep_dir
 from lightning_solo.sweeps.results import Row
 from tests.messages import mentions
 
@@ -91,3 +92,13 @@ def test_job_return_has_the_value_or_raises_the_error(capsys: pytest.CaptureFixt
 def test_settings_out_of_range_are_refused(name: str, value: Any, said: str) -> None:
     with pytest.raises(PresetError, match=mentions(f"hydra.launcher.{name}={value!r}: ", said)):
         Settings(**{name: value})
+
+
+def test_sweep_that_a_jobs_trainer_starts_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning starts the command again for each further device, with the job's environment and a rank."""
+    refuse_ranks()
+    monkeypatch.setenv(VARIABLE, "a/.sweep/jobs/0")
+    refuse_ranks()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(ConflictError, match=mentions("solo.devices", "hydra.launcher.gpus=auto")):
+        refuse_ranks()
