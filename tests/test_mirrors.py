@@ -73,6 +73,7 @@ ELSEWHERE = {
     "seams/test_techniques.py": "seams/strategy seams/technique",
     "simcuda/test_orderings.py": "memory/weight_ring nn/host_weights",
     "sweeps/test_display.py": "sweeps/output",
+    "sweeps/test_gpus.py": "sweeps/ranks",
     "sweeps/test_jobs.py": "atomic_files sweeps/job_process",
     "sweeps/test_optuna.py": "sweeps/pruning",
     "sweeps/test_optuna_space.py": "sweeps/search sweeps/search_settings sweeps/search_space sweeps/study",

@@ -17,6 +17,8 @@ from lightning_solo.cli.command_line import (
     check_run_name,
 )
 from lightning_solo.errors import ConflictError, PresetError
+from lightning_solo.machine import Gpu
+from lightning_solo.units import GiB
 from tests.cli.commands import call
 from tests.conftest import long
 from tests.messages import lines_with, mentions, nearest
@@ -331,6 +333,20 @@ def test_doctor_prints_the_version_of_cudnn(number: int | None, text: str, monke
 
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: number)
     assert doctor.cudnn_version() == text
+
+
+def test_doctor_lists_gpus_and_what_the_variable_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = [Gpu("0", "H100", "GPU-a", 70 * GiB, 80 * GiB), Gpu("1", "A100", "GPU-b")]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for present in ([], two[:1]):
+        monkeypatch.setattr(doctor, "nvidia_gpus", lambda present=present: present)
+        assert doctor.gpus() == {}
+    monkeypatch.setattr(doctor, "nvidia_gpus", lambda: two)
+    lines = {"GPU 0": "H100, GPU-a, 70.00 GiB free", "GPU 1": "A100, GPU-b"}
+    assert doctor.gpus() == lines
+    for variable, said in (("1", "1 of 2"), ("0,0", "twice"), ("", "hides all GPUs"), ("5", "none of")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+        assert said in doctor.gpus()["CUDA_VISIBLE_DEVICES"]
 
 
 @pytest.mark.parametrize("variable", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"])

@@ -205,8 +205,9 @@ def test_other_steps_are_measured_anew_in_the_same_folder(tmp_path: Path) -> Non
 
 
 def test_rungs_side_by_side_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConflictError, match="parallel=2"):
-        stub(tmp_path, {}, settings={"parallel": 2})
+    for name, value in {"parallel": 2, "gpus": "auto"}.items():
+        with pytest.raises(ConflictError, match=f"{name}={value}"):
+            stub(tmp_path, {}, settings={name: value})
 
 
 # --- the overrides ---
