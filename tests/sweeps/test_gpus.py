@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from omegaconf import OmegaConf
 
 from lightning_solo.errors import CapabilityError, PresetError
 from lightning_solo.machine import Gpu
+from lightning_solo.processes import fork
+from lightning_solo.sweeps import ranks
 from lightning_solo.sweeps.gpus import check_devices, devices_of, gpus_of, place, variables_of, with_parallel
 from lightning_solo.sweeps.jobs import Job, Settings, Try
-from tests.messages import mentions
+from tests.messages import lines_with, mentions
 from tests.sweeps.applications import popen, returned, rows_of, sweep, sweep_folder, training
 
 A, B, C = "GPU-aaaa1111-0", "GPU-bbbb2222-0", "GPU-cccc3333-0"
@@ -265,7 +269,7 @@ def test_job_that_ran_out_of_memory_beside_another_is_retried_alone(
     rows = rows_of(tmp_path)
     assert [row.status for row in rows] == ["finished"] * 3
     assert {row.attempt for row in rows} == {1, 2}
-    assert "beside other jobs on GPU 3); started again" in done.stdout
+    assert lines_with(done.stdout, "out of device memory", "beside other jobs", "GPU 3")
 
 
 @pytest.mark.long
@@ -338,6 +342,37 @@ DDP = """
     trainer.strategy.barrier()
     return [trainer.world_size, os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"]]
 """
+
+
+def test_ranks_have_the_environment_of_torchrun_and_the_first_failure_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE_S", 0.5)
+
+    def ended(work: Callable[[int], int]) -> int:
+        return fork(lambda _: abs(ranks.run_ranks(2, work))).wait()
+
+    def note(rank: int) -> int:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        (tmp_path / str(rank)).write_text(" ".join(os.environ[name] for name in names))
+        return 0
+
+    def fail(rank: int) -> int:
+        if rank == 1:
+            return 7
+        time.sleep(1000)  # killed
+        return 0
+
+    def killed(rank: int) -> int:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return 0
+
+    assert ended(note) == 0
+    one, two = ((tmp_path / rank).read_text().split() for rank in "01")
+    assert (one[:4], two[:4]) == (["0", "0", "2", "127.0.0.1"], ["1", "1", "2", "127.0.0.1"])
+    assert one[4] == two[4]
+    assert ended(fail) == 7
+    assert ended(killed) == signal.SIGUSR1
 
 
 @pytest.mark.long
