@@ -8,7 +8,8 @@ A parameter stays the same object. Its numbers are, in ``.data``:
   another block. On another device autograd would give the parameter another node for its gradients, and a block that
   is called twice would get two halves of one.
 
-Updates may be postponed: each block takes its own when it is next used, and until then the step goes on.
+Updates may be postponed: each block takes its own when it next comes to the device, ahead of its use, while other
+blocks are computed.
 """
 
 from __future__ import annotations
@@ -69,11 +70,14 @@ class WeightRing(BlockRing):
         self._home = [[p.data for p in tensors] for tensors in self._sources]
         self._there = [[part.data for part in parts] for parts in self._loaded]
         self._nan: dict[torch.dtype, Tensor] = {}
+        # of copies to the host, and of updates that blocks wait for
         self._down: Any = None if self._stream is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side: Any = None if self._stream is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._shown: set[int] = set()  # blocks whose parameters have their numbers on the device
         self._away: dict[int, list[int]] = {}  # block whose parameters have none -> their versions before
         self._updated: set[int] = set()  # blocks that are to go back
         self._late: dict[int, Callable[[], None]] = {}  # block -> takes the update that it waits for
+        self._taken: dict[int, Callable[[], None]] = {}  # those whose tensors may still be read
         self._is_in_step = False
 
     def begin(self) -> None:
@@ -92,7 +96,7 @@ class WeightRing(BlockRing):
         return bool(self._late)
 
     def postpone(self, parameters: list[Tensor], step: Callable[[list[Tensor]], None]) -> list[Tensor]:
-        """Let each block take its part of a step when it is next used; return the parameters of no block."""
+        """Let each block take its part of a step when it next comes; return the parameters of no block."""
         parts: dict[int | None, list[Tensor]] = {}
         for p in parameters:
             parts.setdefault(self._numbers.get(p), []).append(p)
@@ -114,6 +118,7 @@ class WeightRing(BlockRing):
         self._is_in_step = False
         for stream in filter(None, (self._stream, self._down)):
             stream.synchronize()
+        self._taken.clear()
 
     def leave_host(self) -> None:
         """Give all parameters their place on the device, which is full of NaN, for those who make states for them."""
@@ -166,13 +171,10 @@ class WeightRing(BlockRing):
         for other in self._updated - {number, *self._running}:
             self._store(other)
         super().load(number)
+        self._taken.pop(number, None)
         if number not in self._shown:
             self._set(number, self._there[number])
             self._shown.add(number)
-        if (step := self._late.pop(number, None)) is not None:
-            self._change(number)
-            with torch.autocast(self.device.type, enabled=False):
-                step()
 
     def arrive(self, p: Tensor) -> None:
         """Load the block of a parameter whose gradient is there, unless it is loaded."""
@@ -241,6 +243,33 @@ class WeightRing(BlockRing):
             self._take_over(number)
         if not self._is_newer(number):
             super()._bring(number, ahead=ahead)
+        slot = self._slot(number)
+        if number in self._late and slot.holds == number:
+            self._take_late(slot, number)
+
+    def _take_late(self, slot: Any, number: int) -> None:
+        """Take the update that a block in its buffer waits for, while others are computed, and copy it back."""
+        if number not in self._shown:
+            self._set(number, self._there[number])
+        with self._beside(slot), torch.autocast(self.device.type, enabled=False):
+            self._change(number)
+            self._taken[number] = step = self._late.pop(number)
+            step()
+            self._store(number)
+        self._go_away(number)  # until the block is used
+
+    @contextmanager
+    def _beside(self, slot: Any) -> Iterator[None]:
+        """Launch operators on a stream of their own, after those so far; who next uses the buffer waits for them."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self.device))  # which may still read the buffer
+        with torch.cuda.stream(self._side):
+            if slot.copied is not None:
+                self._await_copy(slot)
+            yield
+            slot.copied = self._side.record_event()
 
     def _versions(self, number: int) -> list[int]:
         versions, before = super()._versions(number), self._away.get(number)

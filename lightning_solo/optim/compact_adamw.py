@@ -198,8 +198,13 @@ class CompactAdamW(SplitOptimizer):
         flat_grad = grad.contiguous() if grad.dim() == 1 else in_memory_order(grad, weight)
         tensors = {"weight": in_memory_order(weight), "grad": flat_grad}
         tensors |= {name: value for name, value in state.items() if name != "step"}
-        on_host = [*self.host_states.get(p, ()), *(["grad"] if grad.device != p.device else [])]
+        on_host = [*self.host_states.get(p, ()), *(["grad"] if self._is_away(grad, p) else [])]
         return Piece(tensors, scalars[key].seeded(step, number), index=number), on_host
+
+    @staticmethod
+    def _is_away(gradient: Tensor, parameter: Tensor) -> bool:
+        """Return whether a gradient is on the host and its parameter isn't."""
+        return gradient.device != parameter.device
 
     def control(self, scale: Tensor | None = None, bound: float = math.inf) -> Control:
         """Return the values that steps on the device share; see `DeviceSteps.control`."""

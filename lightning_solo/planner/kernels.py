@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_solo.attributes import replaced
 from lightning_solo.memory import host_slabs
@@ -29,11 +30,12 @@ from lightning_solo.optim import (
     split_weights,
     staging,
 )
+from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.kernels import Control, Kernels, Piece, Sum
 from lightning_solo.optim.operator_kernels import CpuKernels
 from lightning_solo.planner.notes import SLOT
-from lightning_solo.planner.timeline import AWAITED, TO_DEVICE, TO_HOST
+from lightning_solo.planner.timeline import AWAITED, BESIDE, TO_DEVICE, TO_HOST
 from lightning_solo.planner.tracer import RING_BUFFERS, Tracer, ring_buffer
 
 
@@ -161,11 +163,14 @@ def planned_host_memory(tracer: Tracer) -> Iterator[None]:
 
     Plans run on a CPU, where host memory can't be told from the device's. Staging buffers are notes (see `notes`).
     """
+    hosted = WeakIdKeyDictionary()
 
     def on_host(allocate: Callable[..., Any]) -> Callable[..., Any]:
         def allocated(*arguments: Any) -> Any:
             with tracer.on_host():
-                return allocate(*arguments)
+                made = allocate(*arguments)
+            hosted.update((each, True) for each in made if isinstance(each, Tensor))
+            return made
 
         return allocated
 
@@ -187,6 +192,7 @@ def planned_host_memory(tracer: Tracer) -> Iterator[None]:
         for name in ("host_tensors", "host_copy"):
             stack.enter_context(replaced(host_slabs, name, on_host(getattr(host_slabs, name))))
         stack.enter_context(replaced(staging.Staging, "on_device", on_device))
+        stack.enter_context(replaced(CompactAdamW, "_is_away", staticmethod(lambda gradient, _: gradient in hosted)))
         yield
 
 
@@ -236,10 +242,18 @@ def planned_rings(tracer: Tracer) -> Iterator[None]:
             back(self, slot, number, size)
         tracer.copy(TO_HOST, size, ring_buffer(len(self._slots), number))
 
+    @contextmanager
+    def beside(self: WeightRing, slot: Any) -> Iterator[None]:
+        slot.copied = buffer = ring_buffer(len(self._slots), slot.holds)
+        tracer.copy(BESIDE, 0, buffer)
+        yield
+        tracer.copy(BESIDE, 0, buffer)
+
     with (
         replaced(BlockRing, "_copy", copy_aside),
         replaced(BlockRing, "_await_copy", await_copy),
         replaced(WeightRing, "_copy_back", copy_back),
+        replaced(WeightRing, "_beside", beside),
     ):
         yield
 

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
 
 from lightning_solo.planner.device import CPU, Device
-from lightning_solo.planner.timeline import AWAITED, COMPUTE, TO_DEVICE, TO_HOST, Operation, Span, length, schedule
+from lightning_solo.planner.timeline import (
+    AWAITED,
+    BESIDE,
+    COMPUTE,
+    TO_DEVICE,
+    TO_HOST,
+    Operation,
+    Span,
+    length,
+    schedule,
+)
 from lightning_solo.planner.tracer import RING_BUFFERS, Cost, buffer_of
 
 KERNEL_S, LAUNCH_S = 4e-6, 10e-6  # the shortest kernel; a launch from Python
@@ -42,38 +53,50 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
     An operator takes ``max(FLOPs / speed, bytes / bandwidth, 4 us)``, a copy its bytes over the bus' bandwidth while
     nothing is copied in the other direction. Speed and bandwidth are shares of the device's peaks: measured, or 0.70
     and 0.80. A copy to the device waits for the last copy from its buffer, and a copy to the host for the preceding
-    operator. An operator waits for the copies of buffers that were awaited since the preceding operator.
+    operator; a copy of no bytes from a buffer stands for operators that still use it. An operator waits for the copies
+    of buffers that were awaited since the preceding operator. Those of a second stream take turns with those of the
+    first, which waits for the last of them as for a copy.
     """
     bandwidth, (copied, _) = device.bandwidth_reached * device.memory_bandwidth, device.copy_speeds()
     result: list[Operation] = []
-    computed = -1  # the last operator
-    awaited: list[int] = []  # copies that the next operator waits for
+    computed = [-1, -1]  # the last operator of each stream
+    awaited: list[list[int]] = [[], []]  # copies that the next one waits for
+    beside = 0
     last: dict[int, int] = {}  # slot -> the last copy to or from it
-    emptied: dict[int, int] = {}  # slot -> the last copy from it
+    emptied: dict[int, list[int]] = defaultdict(list)  # slot -> what the next copy to it waits for
     for index, cost in enumerate(costs):
         name, number = phases[index] if phases else "", len(result)
         slot = buffer_of(cost.slot)
-        if cost.stream == AWAITED:
-            awaited += [last[slot]] if slot in last else []
+        if cost.stream == BESIDE and beside:
+            beside, last[slot] = 0, computed[1]
+            continue
+        if cost.stream == BESIDE:
+            beside = 1
+            awaited[1].append(computed[0])
+        if cost.stream in (AWAITED, BESIDE):
+            awaited[beside].append(last.get(slot, -1))
+            continue
+        if cost.stream == TO_HOST and not cost.bytes:
+            emptied[slot].append(computed[beside])
             continue
         if cost.stream == COMPUTE:
             compute = cost.flops / _speed(device, cost.dtype) if cost.flops else 0.0
             seconds = max(compute, cost.bytes / bandwidth, KERNEL_S)
-            waits, awaited, computed = tuple(awaited), [], number
+            waits, awaited[beside] = awaited[beside], []
+            queue, computed[beside] = beside, number
         else:
-            seconds = cost.bytes / copied
-            before = emptied.get(slot, -1) if cost.stream == TO_DEVICE else computed
-            waits = () if before < 0 else (before,)
+            seconds, queue = cost.bytes / copied, _queue(cost)
+            waits = emptied.pop(slot, []) if cost.stream == TO_DEVICE else [computed[beside]]
             last[slot] = number
             if cost.stream == TO_HOST:
-                emptied[slot] = number
-        result.append(Operation(cost.stream, seconds, waits, name, _queue(cost)))
+                emptied[slot].append(number)
+        result.append(Operation(cost.stream, seconds, tuple(each for each in waits if each >= 0), name, queue))
     return result
 
 
 def _queue(cost: Cost) -> int:
     """Return the number of a copy's queue: staging, rings of blocks and offloading have streams of their own."""
-    return 0 if cost.stream == COMPUTE or 0 <= cost.slot < RING_BUFFERS else 1 if cost.slot >= RING_BUFFERS else 2
+    return 0 if 0 <= cost.slot < RING_BUFFERS else 1 if cost.slot >= RING_BUFFERS else 2
 
 
 def _launch_seconds(device: Device) -> float:

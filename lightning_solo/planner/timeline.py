@@ -15,6 +15,8 @@ from typing import NamedTuple
 COMPUTE, TO_DEVICE, TO_HOST = STREAMS = ("compute", "to device", "to host")
 AWAITED = "awaited"
 """Stands for a stream: nothing runs, but the next operator waits for a copy."""
+BESIDE = "beside"
+"""Stands for a stream: until the next one, operators run on a second stream, after those so far."""
 
 
 class Operation(NamedTuple):

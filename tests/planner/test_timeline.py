@@ -19,6 +19,7 @@ from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.step_time import KERNEL_S, LAUNCH_S, operations, step_schedule, step_seconds
 from lightning_solo.planner.timeline import (
     AWAITED,
+    BESIDE,
     COMPUTE,
     STREAMS,
     TO_DEVICE,
@@ -164,6 +165,25 @@ def test_a_step_without_copies_is_the_sum_of_its_operators_or_what_launching_tak
 )
 def test_pieces_through_staging_buffers(copy: float, compute: float, slots: int, expected: float) -> None:
     assert step_seconds(streamed(60, slots, copy, compute), H200) / 60 == pytest.approx(expected, rel=0.01)
+
+
+def test_operators_beside_others_wait_for_their_copies_alone_and_are_awaited() -> None:
+    """An update beside a forward: its copy up takes 3 s, its kernel 1 s, and its copy down 2 s."""
+    up, down = copies(3.0, 2.0, 0)
+    update, turn = [up, Cost(0, 0, torch.uint8, AWAITED, 0), kernel(1.0), down], Cost(0, 0, torch.uint8, BESIDE, 7)
+    other, awaited, used = kernel(5.0), Cost(0, 0, torch.uint8, AWAITED, 7), kernel(2.0)
+
+    def ends(costs: list[Cost]) -> list[float]:
+        """Return when each kernel ends: of before, the update, the others."""
+        return [round(span.end_s, 3) for span in step_schedule([kernel(0.5), *costs], H200) if span.stream == COMPUTE]
+
+    assert ends([*update, other, used]) == [0.5, 4.0, 9.0, 11.0]
+    # one kernel runs at a time
+    assert ends([turn, *update, turn, other, awaited, used]) == [0.5, 6.5, 5.5, 8.5]
+    assert ends([turn, *update, turn, kernel(1.0), awaited, used]) == [0.5, 4.0, 1.5, 6.0]
+    assert ends([turn, *update, turn, kernel(1.0), used]) == [0.5, 4.5, 1.5, 3.5]
+    # a kernel beside those of before waits for them
+    assert ends([other, turn, kernel(1.0), turn]) == [0.5, 5.5, 6.5]
 
 
 def test_copies_back_overlap_with_the_next_step() -> None:

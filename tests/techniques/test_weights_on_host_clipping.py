@@ -20,7 +20,9 @@ from lightning_solo.memory import host_slabs
 from lightning_solo.memory.weight_ring import WeightRing
 from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner
-from lightning_solo.planner.timeline import TO_DEVICE, TO_HOST, busy
+from lightning_solo.planner.rules import arrange
+from lightning_solo.planner.timeline import BESIDE, TO_DEVICE, TO_HOST, busy
+from lightning_solo.planner.tracer import RING_BUFFERS
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.compact_states.technique import CompactStates
@@ -32,7 +34,8 @@ from lightning_solo.units import GiB
 from tests.conftest import long
 from tests.messages import mentions
 from tests.modules import loader, regression
-from tests.techniques.test_weights_on_host import BLOCK, BLOCKS, OUTSIDE, WIDTH, Net, Watch
+from tests.techniques.test_weights_on_host import BLOCK, BLOCKS, MATRICES, OUTSIDE, WIDTH, Net, Watch
+from tests.techniques.test_weights_on_host import module_of as plain_module
 from tests.training import equal
 
 Make = Callable[..., Any]
@@ -387,23 +390,28 @@ def test_a_fit_that_fails_within_a_forward_takes_the_whole_step_before(make_trai
 
 
 @pytest.mark.cpu_only("a ring of its own")
-def test_a_block_goes_back_at_the_next_ones_use_after_the_update_that_it_waited_for() -> None:
-    weights = [nn.Parameter(torch.full((2,), float(n))) for n in range(2)]
+def test_blocks_take_their_updates_and_go_back_ahead_of_their_use() -> None:
+    weights = [nn.Parameter(torch.full((2,), float(n))) for n in range(4)]
     ring = WeightRing([[weight] for weight in weights], torch.device("cpu"), window=2)
+    updated: list[list[float]] = []
 
     def step(parameters: list[Tensor]) -> None:
         for p in parameters:
             p.data.add_(1)  # leaves no trace in its version
+            updated.append(p.tolist())
 
     ring.begin()
-    assert ring.postpone(weights[:1], step) == []
-    assert ring.waits
+    assert ring.postpone(weights, step) == []
     ring.load(0)
-    assert (weights[0].tolist(), ring.stores) == ([1, 1], 0)
-    ring.load(1)
-    assert (ring.waits, ring.stores) == (False, 1)
-    ring.rest()
+    assert (updated, ring.stores) == ([[1, 1], [2, 2]], 2)  # its own, and that of the next one
     assert weights[0].tolist() == [1, 1]
+    assert weights[1].isnan().all()  # until it is used
+    ring.load(1)
+    assert (len(updated), ring.stores) == (3, 3)
+    ring.load(3)  # and not 2
+    assert (ring.waits, ring.stores, ring.copies) == (False, 4, 4)
+    ring.rest()
+    assert [weight.tolist() for weight in weights] == [[n + 1.0] * 2 for n in range(4)]
 
 
 @pytest.mark.any_device
@@ -451,6 +459,27 @@ def test_too_small_a_host_and_a_bound_that_comes_late_are_refused(
     for others in ([], [GradientRelease()]):
         with pytest.raises(BudgetError, match=mentions("gradients", *remedies)):
             fit(make_trainer, WeightsOnHost(clipping="deferred"), *others)
+
+
+def test_a_plan_updates_blocks_beside_the_forward_by_gradients_and_states_from_the_host() -> None:
+    (batch,) = loader(1, width=WIDTH)
+    configuration = compose(
+        {"precision": "bf16-true", "callback": {"weights_on_host": {}, "compact_states": {"state_budget": 0}}}
+    )
+    planner = Planner(plain_module, batch, {"gradient_clip_val": 1.0}, device("rtx-4090"), GiB)
+    trace = planner.captured(arrange(configuration, planner.trainer))
+    first, last = trace.steps
+    costs = trace.costs[first:last]
+    turns = [number for number, cost in enumerate(costs) if cost.stream == BESIDE]
+    assert len(turns) == 2 * BLOCKS
+    for begin, end in zip(turns[::2], turns[1::2], strict=True):
+        bytes_of = {
+            stream: sum(cost.bytes for cost in costs[begin:end] if cost.stream == stream and cost.slot < RING_BUFFERS)
+            for stream in (TO_DEVICE, TO_HOST)
+        }
+        assert bytes_of[TO_HOST] > 2 * MATRICES // 4  # of states, which come and go; gradients in bf16 come alone
+        assert bytes_of[TO_DEVICE] - bytes_of[TO_HOST] == 2 * BLOCK // 4
+        assert any(cost.stream == TO_HOST and cost.slot >= RING_BUFFERS for cost in costs[begin:end])
 
 
 @pytest.mark.long

@@ -228,6 +228,8 @@ class WeightsOnHost(ReleasedGradients, Settings):
         if self._is_between and (hook in self._readers or hook not in BETWEEN):
             self._settle()
         ring = self._ring
+        if hook == "on_validation_end" and ring is not None:
+            ring.rest()  # blocks still come ahead of a forward that doesn't follow
         if hook not in WITHIN or hook not in self._readers or ring is None:
             yield
             return
@@ -294,6 +296,8 @@ class WeightsOnHost(ReleasedGradients, Settings):
     def _settle_budget(self, ctx: Run, ring: WeightRing) -> None:
         """Keep the last blocks on the device, as many as fit beside the peak of the first step."""
         self._is_settled = True
+        if not free_bytes(ctx.device):
+            return
         if ring.waits:
             ring.rest()
         # states were made in the first step's backward, perhaps after its peak
