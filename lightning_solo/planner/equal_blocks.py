@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -59,17 +60,26 @@ def equal_runs(module: nn.Module, least: int) -> list[Run]:
     return runs
 
 
-def shorten(module: nn.Module, runs: Sequence[Run], lengths: Sequence[int]) -> None:
-    """Remove blocks from the end of each run, in place, so that ``lengths`` are left."""
-    for run, length in reversed(list(zip(runs, lengths, strict=True))):
-        blocks = module.get_submodule(run.container)._modules
-        names = list(blocks)
-        kept = names[: run.first + length] + names[run.first + run.length :]
-        rest = [blocks[name] for name in kept]
-        if all(name.isdecimal() for name in names):
-            kept = [str(number) for number in range(len(kept))]
-        blocks.clear()
-        blocks.update(zip(kept, rest, strict=True))
+@contextmanager
+def shortened(module: nn.Module, runs: Sequence[Run], lengths: Sequence[int]) -> Iterator[None]:
+    """Remove blocks from the end of each run, so that ``lengths`` are left, in this context."""
+    tables = {run.container: module.get_submodule(run.container)._modules for run in runs}
+    before = {name: dict(blocks) for name, blocks in tables.items()}
+    try:
+        for run, length in reversed(list(zip(runs, lengths, strict=True))):
+            blocks = tables[run.container]
+            names = list(blocks)
+            kept = names[: run.first + length] + names[run.first + run.length :]
+            rest = [blocks[name] for name in kept]
+            if all(name.isdecimal() for name in names):
+                kept = [str(number) for number in range(len(kept))]
+            blocks.clear()
+            blocks.update(zip(kept, rest, strict=True))
+        yield
+    finally:
+        for name, blocks in tables.items():
+            blocks.clear()
+            blocks.update(before[name])
 
 
 def look_alike(module: nn.Module, runs: Sequence[Run], optimizers: Sequence[Any] = ()) -> bool:

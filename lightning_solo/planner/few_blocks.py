@@ -14,7 +14,7 @@ from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.batch_scaling import canonical
 from lightning_solo.planner.capture import EndOfTrace, Trace
 from lightning_solo.planner.depth_scaling import DepthTrace, NotRepeatedError, equal_traces
-from lightning_solo.planner.equal_blocks import equal_runs, look_alike, shorten
+from lightning_solo.planner.equal_blocks import equal_runs, look_alike, shortened
 from lightning_solo.planner.fake_modules import empty_parameters
 from lightning_solo.planner.notes import resolved
 
@@ -52,9 +52,8 @@ class FewBlocks:
 
     def make(self, lengths: list[int]) -> Any:
         """Return the module with a number of blocks in each run."""
-        module = copy.deepcopy(self._module)
-        shorten(module, self.runs, lengths)
-        return module
+        with shortened(self._module, self.runs, lengths):  # before the copy, which takes as long as it has blocks
+            return copy.deepcopy(self._module)
 
     def named(self, lengths: list[int], name: str) -> str | None:
         """Return the name that a block of the whole module has in a shorter one; None if that lacks it."""
@@ -87,6 +86,7 @@ class BlockTraces:
         self._few = FEW + ring
         self._more = [run.length - self._few for run in blocks.runs]
         self._names: list[str] = []  # of all blocks that are marked
+        self._trace: Trace | None = None  # of the first micro-batch
         self._first = captured
         is_worth_it = alike and min(self._more, default=0) >= LEAST - FEW + 2 * ring
         self._depth = self._depth_trace(captured) if is_worth_it else None
@@ -95,15 +95,17 @@ class BlockTraces:
         """Return the trace of a micro-batch."""
         if self._depth is None:
             return resolved(captured(self._make))
+        if captured is self._first and self._trace is not None:
+            return self._trace
         try:
-            short = None if captured is self._first else self._short(captured, [0 for _ in self._more])
-            return self._whole(self._depth, short)
+            short = self._short(captured, [0 for _ in self._more])
+            return self._resolved(self._depth.at(self._more, short))
         except NotRepeatedError:  # such as host memory that depends on both
             own = self._depth_trace(captured, short, checked=False)
-            return resolved(captured(self._make)) if own is None else self._whole(own)
+            return resolved(captured(self._make)) if own is None else self._resolved(own.at(self._more))
 
-    def _whole(self, depth: DepthTrace, short: Trace | None = None) -> Trace:
-        return resolved(replace(depth.at(self._more, short), blocks=self._names))
+    def _resolved(self, whole: Trace) -> Trace:
+        return resolved(replace(whole, blocks=self._names))
 
     def _short(self, captured: Captured, more: list[int], **options: Any) -> Trace:
         """Return the trace with ``more`` blocks than the fewest in each run."""
@@ -134,7 +136,7 @@ class BlockTraces:
                     return None
                 if not equal_traces(depth.at(two), self._short(captured, two)):
                     return None
-                self._whole(depth)
+                self._trace = self._resolved(whole)
         except Exception:  # then a trace of all blocks says why
             return None
         return depth

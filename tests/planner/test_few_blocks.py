@@ -16,7 +16,7 @@ from lightning_solo.planner import capture as capturing
 from lightning_solo.planner import few_blocks
 from lightning_solo.planner.depth_scaling import NotRepeatedError, Stretch
 from lightning_solo.planner.device import device
-from lightning_solo.planner.equal_blocks import Run, equal_runs, shorten
+from lightning_solo.planner.equal_blocks import Run, equal_runs, shortened
 from lightning_solo.planner.few_blocks import FEW, FewBlocks
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.planner import Planner
@@ -194,10 +194,11 @@ def test_name_of_a_block_in_a_shorter_module() -> None:
 
 def test_shortened_list_keeps_the_blocks_after_a_run_and_counts_on() -> None:
     module = stack(*[24] * 6, 40)
-    shorten(module, [Run("network.blocks", 0, 6)], [2])
     blocks: Any = module.network.blocks
-    assert [block.layers[0].out_features for block in blocks] == [24, 24, 40]
-    assert blocks[-1].layers[0].out_features == 40
+    with shortened(module, [Run("network.blocks", 0, 6)], [2]):
+        assert [block.layers[0].out_features for block in blocks] == [24, 24, 40]
+        assert blocks[-1].layers[0].out_features == 40
+    assert [block.layers[0].out_features for block in blocks] == [24] * 6 + [40]
 
 
 @pytest.mark.long
