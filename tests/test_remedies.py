@@ -64,7 +64,7 @@ def accepts(override: str) -> None:
         preset["callback"] = {"activation_checkpointing": {}}
     if group == "callback" and name and not marks.startswith("+"):
         preset["callback"] |= {name: SETTINGS.get(key, {})}
-    if value and re.search(r"[<{\0]", value):
+    if value and re.search(r"<|\{[^}]|\0", value):
         value = example(name, setting) if setting else {"precision": "32-true", "callback": "throughput"}.get(key, "2")
     if setting and value is None and "~" not in marks:  # a setting that is named without a value
         assert setting in CARDS[name].defaults

@@ -335,9 +335,15 @@ class _Program:
         """Return the values of the variables, or None if there is no solution."""
         import highspy
 
-        solver: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+        class Silent(highspy.Highs):
+            """HiGHS, whose constructor prints a banner before options can be set."""
+
+            def enableCallbacks(self) -> None:  # noqa: N802
+                self.silent()  # type: ignore[no-untyped-call]
+                super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+        solver: Any = Silent()  # type: ignore[no-untyped-call]
         options: dict[str, Any] = {
-            "output_flag": False,
             "mip_rel_gap": GAP,
             "time_limit": LIMIT_S,
             "random_seed": 0,

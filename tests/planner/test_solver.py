@@ -112,12 +112,13 @@ def test_equal_blocks_are_solved_by_their_number() -> None:
     assert by_highs.seconds <= 1.006 * by_search.seconds
 
 
-def test_everything_is_kept_if_it_fits() -> None:
+def test_everything_is_kept_if_it_fits(capfd: pytest.CaptureFixture[str]) -> None:
     problem = within(unequal(6, 5, 300), 1.0)
     for highs in (True, False):
         choice = solve(problem, highs=highs)
         assert set(choice.modes.values()) == {"keep"}
         assert choice.away == {}
+    assert capfd.readouterr() == ("", ""), "HiGHS prints nothing"
 
 
 @pytest.mark.parametrize("highs", [True, False], ids=["highs", "search"])

@@ -33,6 +33,7 @@ from lightning_solo.units import GiB
 from tests.conftest import long
 from tests.messages import mentions
 from tests.modules import Block, Held, Stack, loader, regression
+from tests.remedies import OVERRIDE
 from tests.training import equal
 
 WIDTH, HEADS, LENGTH, TERMS = 8, 2, 6, 192
@@ -564,8 +565,11 @@ class Keeps(Stack):
 
 def test_results_past_the_output_are_refused_unless_they_are_rows_of_all(make_trainer: Any) -> None:
     for how in ("last", "numbers"):
-        with pytest.raises(ConflictError, match=mentions("net.blocks.", "past its output", f"~{OPTION}")):
+        with pytest.raises(ConflictError, match=mentions("net.blocks.", "past its output", f"~{OPTION}")) as caught:
             fitted(make_trainer, BlockMicroBatching(), net=Keeps(how))
+        remedy = [match[0] for match in OVERRIDE.finditer(str(caught.value).rpartition(": ")[2])]
+        beside = compose({"callback": {"block_micro_batching": {}}}, ["+callback=throughput", *remedy])
+        assert [chosen.card.name for chosen in beside.techniques] == ["throughput", "activation_checkpointing"]
     torch.testing.assert_close(
         fitted(make_trainer, BlockMicroBatching(), net=Keeps("rows")),
         fitted(make_trainer, net=Keeps("rows")),

@@ -293,7 +293,8 @@ def test_copies_of_running_statistics_and_averages_follow(make_trainer: Make) ->
 
 
 def test_what_keeps_larger_tensors_is_refused_with_a_later_step(make_trainer: Make, tmp_path: Path) -> None:
-    for other in (solo.GradientRelease(), solo.FiniteGuard(policy="rewind"), solo.CompactStates()):
+    low_bit = (solo.OptimizerReplacement(optimizer=name) for name in ("adamw_8bit", "adamw_4bit"))
+    for other in (solo.GradientRelease(), solo.FiniteGuard(policy="rewind"), solo.CompactStates(), *low_bit):
         with pytest.raises(ConflictError, match=mentions("at step 3", "larger shapes", "begin=0")):
             fit(make_trainer, Pruning(**LATER), other)
     _, path = saved(make_trainer, tmp_path)

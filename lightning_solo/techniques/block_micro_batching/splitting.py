@@ -115,7 +115,7 @@ class Splitting:
         return ConflictError(
             f"block micro-batching: block {self.name!r} ({type(block).__name__}) {what}, so its batch can't be divided;"
             f" write {instead or f'{OPTION}.blocks=[ClassName] of classes whose samples are independent'}, or replace"
-            f" it by activation_checkpointing: ~{OPTION} +callback=activation_checkpointing"
+            f" it by activation_checkpointing: ~{OPTION} +callback.activation_checkpointing={{}}"
         )
 
     def run(self, block: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -28,7 +28,8 @@ STATE_BYTES = {
 }
 """Name -> bytes of states per parameter of a large matrix in fp32."""
 DECAY_SHARE = 0.2
-OWN_STATES = ("adamw_8bit", "adamw_4bit", "muon", "schedule_free_adamw")
+LOW_BIT = ("adamw_8bit", "adamw_4bit")
+OWN_STATES = (*LOW_BIT, "muon", "schedule_free_adamw")
 """Optimizers whose states and weights no other technique can store."""
 
 
@@ -143,6 +144,7 @@ CARD = Card(
     reference="Chen et al. 2023 (Lion), arXiv 2302.06675; Liu et al. 2025 (Muon), arXiv 2502.16982; Defazio et al. 2024"
     " (schedule-free), arXiv 2405.15682; Hägele et al. 2024 (wsd), arXiv 2405.18392",
     owns=_owned,
+    frees=lambda settings: frozenset({"optimizer_states"} if settings.optimizer in LOW_BIT else ()),
     rules=(_states, _precision),
     caveat=lambda settings: "trains by another optimizer or schedule than the module's",
     on_cpu={"weight_decay": 0.05, "schedule": "constant"},  # near the AdamW of other runs, for comparisons

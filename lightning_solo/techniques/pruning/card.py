@@ -176,7 +176,7 @@ def _others(settings: Settings, configuration: Configuration) -> str | None:
             )
         taken = chosen.owned() | resources(chosen.card.frees, chosen.settings)
         rewinds = "rewind" in vars(chosen.settings).values()
-        if settings.removes_later and (rewinds or taken & _OF_SHAPES or "bit" in str(others.get("optimizer"))):
+        if settings.removes_later and (rewinds or taken & _OF_SHAPES):
             return (
                 f"{OPTION}.pattern={settings.pattern} at step {settings.last_step} and {chosen.choice}, which keeps"
                 f" tensors of the larger shapes; write {OPTION}.begin=0 with {OPTION}.schedule=once, or"
