@@ -338,7 +338,7 @@ class _Program:
         class Silent(highspy.Highs):
             """HiGHS, whose constructor prints a banner before options can be set."""
 
-            def enableCallbacks(self) -> None:  # noqa: N802
+            def enableCallbacks(self) -> None:
                 self.silent()  # type: ignore[no-untyped-call]
                 super().enableCallbacks()  # type: ignore[no-untyped-call]
 

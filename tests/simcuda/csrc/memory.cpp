@@ -20,6 +20,7 @@ namespace {
 
 constexpr size_t kMiB = 1 << 20;
 constexpr size_t kRound = 512, kSmall = kMiB;
+constexpr size_t kGivenBack = 8 * kMiB;  // freed blocks of this size leave the host's memory, though still reserved
 const c10::Device kCuda(c10::kCUDA, 0);
 
 size_t round_up(size_t size, size_t to) { return (size + to - 1) / to * to; }
@@ -203,6 +204,14 @@ void unmap_pages(char* begin) {
   merge(it);
 }
 
+// Gives the host its pages within a freed block back, unless work that is held back may still read them.
+void give_back(const Block& block) {
+  if (block.size < kGivenBack || delays != Delays::kNone) return;
+  const uintptr_t page = sysconf(_SC_PAGESIZE), from = round_up(uintptr_t(block.begin), page),
+                  to = uintptr_t(block.begin + block.size) / page * page;
+  madvise((void*)from, to - from, MADV_DONTNEED);
+}
+
 void free_device(void* begin) {
   if (!begin) return;
   Lock lock(mutex);
@@ -219,6 +228,7 @@ void free_device(void* begin) {
   }
   block.used_on.clear();
   block.live = false;
+  give_back(block);
   merge(it);
 }
 
