@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import GradientError, RefusedStepError
-from lightning_solo.optim.operator_kernels import all_finite
+from lightning_solo.optim.operator_kernels import all_finite, real_parts
 from lightning_solo.optim.param_groups import name_in
 
 
@@ -64,7 +64,8 @@ def found_non_finite(gradients: Sequence[Tensor]) -> Tensor:
     if device.type != "cpu":
         norms: Sequence[Tensor] = torch._foreach_norm([g for g in gradients if g.numel()], math.inf)
         return torch.stack([norm.float() for norm in norms]).isfinite().all().logical_not().float()
-    found, small = torch.zeros(()), list(gradients)
+    gradients = [*map(real_parts, gradients)]
+    found, small = torch.zeros(()), gradients
     if max(map(Tensor.numel, gradients)) >= LARGE:
         small = [gradient for gradient in gradients if gradient.numel() < LARGE]
         for gradient in gradients:

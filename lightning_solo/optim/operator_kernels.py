@@ -173,7 +173,7 @@ def greatest(gradients: Sequence[Tensor]) -> list[Tensor]:
     others = [g for g in gradients if not is_on_cpu(g)]
     # on a CPU the norm takes thirty times as long; on a GPU it is one kernel for all, aminmax is one for each
     norms = iter(torch._foreach_norm(others, math.inf) if others else ())
-    return [torch.stack(g.aminmax()).abs().amax() if is_on_cpu(g) else next(norms) for g in gradients]
+    return [torch.stack(real_parts(g).aminmax()).abs().amax() if is_on_cpu(g) else next(norms) for g in gradients]
 
 
 def is_on_cpu(tensor: Tensor) -> bool:
@@ -186,13 +186,18 @@ def all_finite(gradients: Sequence[Tensor]) -> Tensor:
     if not is_on_cpu(gradients[0]):
         return torch.stack([worst.float() for worst in greatest(gradients)]).isfinite().all()
     by_type: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
+    for gradient in map(real_parts, gradients):
         by_type.setdefault(gradient.dtype, []).append(gradient)
     worst: list[Tensor] = []
     for alike in by_type.values():  # small ones are copied into one, since each call takes longer than its copy
         for bucket in memory_order.buckets(alike, JOINED, Tensor.numel):
             worst += bucket[0].aminmax() if len(bucket) == 1 else torch.cat([g.reshape(-1) for g in bucket]).aminmax()
     return torch.stack([value.float() for value in worst]).isfinite().all()
+
+
+def real_parts(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as pairs of real numbers, and any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @functools.cache

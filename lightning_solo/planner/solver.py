@@ -339,7 +339,7 @@ class _Program:
             """HiGHS, whose constructor prints a banner before options can be set."""
 
             def enableCallbacks(self) -> None:
-                self.silent()  # type: ignore[no-untyped-call]
+                self.silent()
                 super().enableCallbacks()  # type: ignore[no-untyped-call]
 
         solver: Any = Silent()  # type: ignore[no-untyped-call]

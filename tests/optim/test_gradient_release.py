@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_solo.errors import CheckpointError, ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
 from lightning_solo.optim import CompactAdamW, StepInBackward, adamw_update
+from lightning_solo.optim.gradient_checks import found_non_finite
 from lightning_solo.optim.gradient_sums import GradientSums
 from lightning_solo.optim.immediate_steps import ImmediateSteps
 from lightning_solo.optim.kernels import Control
@@ -464,6 +466,19 @@ def test_in_backward_the_message_says_what_has_been_touched(value: float | None,
     assert f"{len(touched)} parameters before it" in str(raised.value)
     assert "layers.0.weight" not in touched
     assert touched >= {"layers.1.weight", "layers.1.bias"}
+
+
+@pytest.mark.parametrize("bad", [None, complex(0, math.nan), complex(math.inf, 0)])
+def test_complex_gradients_are_checked(bad: complex | None) -> None:
+    factor = torch.ones(2**17, dtype=torch.complex64)
+    factor[1] = 1 if bad is None else bad
+    for gradient in (factor, factor[:4]):
+        assert bool(found_non_finite([gradient, torch.ones(2)])) == (bad is not None)
+    p = nn.Parameter(torch.ones_like(factor))
+    StepInBackward(torch.optim.AdamW([p]))
+    with pytest.raises(GradientError, match="not finite") if bad is not None else nullcontext():
+        (p * factor).abs().square().sum().backward()
+    assert bool((p != 1).all()) == (bad is None)
 
 
 def test_a_second_gradient_in_one_window():
