@@ -26,6 +26,8 @@ from lightning_solo.report.plan_chart import write_pictures
 from lightning_solo.units import format_bytes
 
 TIMEOUT_S = 3600.0
+NEEDED: dict[str, int | None] = {}
+"""Device memory of the runs that this process has planned, by their configuration."""
 
 
 class Deferred:
@@ -90,8 +92,10 @@ def request_for(
 def needed_bytes(checked: CheckedConfig) -> int | None:
     """Return the device memory that a run needs by its plan; None if it can't be planned, as with `auto`."""
     presets = {} if checked.solo.auto else {"job": checked.solo}
-    plans = dict(WORKER.answers(request_for(checked, presets), TIMEOUT_S))
-    return plans["job"].needed_bytes if isinstance(plans.get("job"), Plan) else None
+    if (key := repr(checked)) not in NEEDED:  # jobs that differ in their seed have one plan
+        plan = dict(WORKER.answers(request_for(checked, presets), TIMEOUT_S)).get("job")
+        NEEDED[key] = plan.needed_bytes if isinstance(plan, Plan) else None
+    return NEEDED[key]
 
 
 def host_of(options: PlanOptions) -> int | None:

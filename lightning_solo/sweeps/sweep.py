@@ -171,7 +171,7 @@ class Sweep:
                 before = Try(job, start["attempt"], gpus=tuple(filter(None, start.get("gpu", "").split(","))))
                 row = self._row(before, End(int("error" in result)))
                 if row.status == OUT_OF_DEVICE_MEMORY and start.get("shared"):
-                    return self._alone(before, start.get("failures", 0), row)
+                    return Try(job, start["attempt"] + 1, start.get("failures", 0), alone=True)
                 self._write(row)
         return row_or_try(job, start, row, self.settings)
 
@@ -292,18 +292,12 @@ class Sweep:
         detail = f"{row.status} {row.detail}".strip()
         detail += f" (beside other jobs on GPU {row.gpu})" if crowded else ""
         self.tell("again" if crowded or retried else "ended", row.number, detail)
-        if crowded:
-            waiting.appendleft(self._alone(one, one.failures, row))
-        elif retried:
-            waiting.appendleft(Try(one.job, one.attempt + 1, one.failures + 1, seconds=row.seconds or 0.0))
+        if crowded or retried:
+            failures = one.failures + (not crowded)
+            waiting.appendleft(Try(one.job, one.attempt + 1, failures, seconds=row.seconds or 0.0, alone=crowded))
         else:
             self._write(row)
             self.rows[row.number] = row
-
-    @staticmethod
-    def _alone(one: Try, failures: int, row: Row) -> Try:
-        """Return the next attempt of a job that ran out of memory beside others; it has its GPUs for itself."""
-        return Try(one.job, one.attempt + 1, failures, seconds=row.seconds or 0.0, alone=True)
 
     def _row(self, one: Try, end: End) -> Row:
         job, attempt = one.job, one.attempt

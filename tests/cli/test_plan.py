@@ -17,10 +17,12 @@ import torch
 from PIL import Image
 
 from lightning_solo.cli import main
-from lightning_solo.cli.plan import notes
+from lightning_solo.cli.application import compose_application
+from lightning_solo.cli.plan import NEEDED, notes
 from lightning_solo.cli.plan_display import assumptions, bars, what_to_write
 from lightning_solo.cli.plan_largest import conclusion, largest, setting_of
 from lightning_solo.cli.plan_line import compose, parse
+from lightning_solo.cli.train import planned_bytes
 from lightning_solo.errors import PlanError, PresetError, SoloError
 from lightning_solo.planner import calibrate
 from lightning_solo.planner.calibration import Readings, calibrated
@@ -497,3 +499,20 @@ def test_largest_width_fits_and_the_next_does_not(capsys: pytest.CaptureFixture[
         needed = json.loads(called(capsys, *arguments, f"model.width={value}")[0])["plans"][0]
         assert needed["needed_bytes"] == setting["tried"][str(value)]
         assert (needed["verdict"] == "fits") == (verdict == "fits")
+
+
+@pytest.mark.long
+def test_sweep_packs_jobs_by_their_plans() -> None:
+    quick = ["experiment=quick", "model.width=32", "model.heads=2", "model.depth=4"]
+
+    def planned(*overrides: str) -> int | None:
+        return planned_bytes(compose_application([*quick, *overrides]))
+
+    plain, recomputed = planned("solo=bf16"), planned("solo=checkpointing")
+    assert plain is not None
+    assert recomputed is not None
+    assert 0 < recomputed < plain
+    assert planned("solo=bf16", "seed=1") == plain
+    assert len(NEEDED) == 2  # jobs that differ in their seed have one plan
+    assert planned("solo=auto") is None
+    assert planned("model.width=33") is None  # refused by the module

@@ -14,14 +14,26 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from lightning_solo.atomic_files import write_json
 from lightning_solo.errors import CapabilityError, PresetError
 from lightning_solo.machine import Gpu
 from lightning_solo.processes import fork
 from lightning_solo.sweeps import ranks
 from lightning_solo.sweeps.gpus import check_devices, devices_of, gpus_of, place, variables_of, with_parallel
 from lightning_solo.sweeps.jobs import Job, Settings, Try
+from lightning_solo.sweeps.results import Row
 from tests.messages import lines_with, mentions
-from tests.sweeps.applications import popen, returned, rows_of, sweep, sweep_folder, training
+from tests.sweeps.applications import (
+    THREAD,
+    plain_jobs,
+    plain_sweep,
+    popen,
+    returned,
+    rows_of,
+    sweep,
+    sweep_folder,
+    training,
+)
 
 A, B, C = "GPU-aaaa1111-0", "GPU-bbbb2222-0", "GPU-cccc3333-0"
 MIG = "MIG-dddd4444-0"
@@ -272,6 +284,23 @@ def test_job_that_ran_out_of_memory_beside_another_is_retried_alone(
     assert lines_with(done.stdout, "out of device memory", "beside other jobs", "GPU 3")
 
 
+def test_job_that_ran_out_of_memory_beside_another_when_its_command_ended_runs_alone(tmp_path: Path) -> None:
+    """Its command ended before it wrote the row: the record of the start and the job's result are there."""
+    sweep = plain_sweep(tmp_path)
+    (one,) = plain_jobs(tmp_path, 1)
+    files, error = sweep.folder.job(0), {"type": "OutOfMemoryError", "message": "CUDA out of memory"}
+    write_json(files.result, {"attempt": 2, "error": error})
+    for shared in (True, False):
+        start = {"attempt": 2, "failures": 1, "config_hash": "hash", "code": {}, "gpu": "3", "shared": shared}
+        write_json(files.start, start)
+        again = sweep._row_or_try(one, None)
+        if shared:
+            assert again == Try(one, 3, 1, alone=True)
+        else:
+            assert isinstance(again, Row)
+            assert (again.status, again.gpu) == ("out of device memory", "3")
+
+
 @pytest.mark.long
 def test_job_that_runs_out_of_memory_alone_is_not_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     visible(monkeypatch, "3,4")
@@ -288,13 +317,12 @@ def test_application_that_sets_the_variable_on_import_is_refused(
     script = training(ON, "os.environ['CUDA_VISIBLE_DEVICES'] = '0,1'")
     sweep(tmp_path, "n=1,2", "hydra.launcher.gpus=auto", script=script)
     assert sorted(gpu for gpu, *_ in returned(tmp_path)) == ["0", "1"]
-    threads = "import threading\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()"
     done = sweep(
         tmp_path,
         "n=1,2",
         "hydra.launcher.gpus=auto",
         "hydra.launcher.rerun=all",
-        script=script.replace("class Model:", f"{threads}\n\nclass Model:"),
+        script=script.replace("class Model:", f"{THREAD}\n\nclass Model:"),
         code=1,
     )
     assert "sets CUDA_VISIBLE_DEVICES while it is imported" in done.stderr

@@ -171,6 +171,12 @@ MEETS = """
 """
 
 
+RANK_0 = """
+    if os.environ.get("RANK", "0") != "0":
+        return
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "two",
@@ -182,7 +188,7 @@ def test_parallel_trials_run_at_the_same_time(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     (tmp_path / "begun").mkdir()
     (tmp_path / "ended").mkdir()
-    script = TRAIN.replace("    time.sleep(cfg.sleep)\n", MEETS)
+    script = TRAIN.replace("    time.sleep(cfg.sleep)\n", RANK_0 + MEETS)
     script = script.replace("    n: int = 0", "    n: int = 0\n    trainer: dict = field(default_factory=dict)")
     script = script.replace("import dataclass", "import dataclass, field")
     settings = [text if text[0] == "+" else f"hydra.launcher.{text}" for text in two]
