@@ -5,7 +5,7 @@ one; they are found in the syntax tree, so those that are added later are among 
 replaced by None, and the tests of the simulated CUDA device run until the first fails. All must.
 
     python examples/measure_orderings.py --write examples/results/orderings.json
-    python examples/measure_orderings.py --only staging   # places whose path or line holds this
+    python examples/measure_orderings.py --only staging   # places whose path or line holds this; other rows are kept
 """
 
 from __future__ import annotations
@@ -113,8 +113,20 @@ def measure(only: str) -> dict[str, Any]:
                 file.write_text(source, encoding="utf-8")
             rows.append({**place._asdict(), "red": red, "seconds": round(time.monotonic() - begun, 1)})
             print(f"{place.path}:{place.line}  {place.call}  {red or 'NO TEST FAILS'}", flush=True)
+    return results(rows)
+
+
+def results(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return rows with their counts, and where they were measured."""
     red = sum(bool(row["red"]) for row in rows)
     return {"machine": machine(), "versions": versions(), "orderings": len(rows), "red": red, "rows": rows}
+
+
+def with_others(found: dict[str, Any], only: str, path: Path) -> dict[str, Any]:
+    """Return results with the rows of a file that weren't measured again."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if only and path.exists() else []
+    kept = [row for row in rows if only not in f"{row['path']}:{row['line']}"]
+    return results(sorted([*kept, *found["rows"]], key=lambda row: (row["path"], row["line"])))
 
 
 def main() -> int:
@@ -126,6 +138,7 @@ def main() -> int:
     found = measure(given.only)
     print(f"{found['red']} of {found['orderings']} removals turn a test red")
     if given.write:
+        found = with_others(found, given.only, given.write)
         given.write.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return int(found["red"] < found["orderings"])
 

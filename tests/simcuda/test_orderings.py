@@ -417,6 +417,16 @@ def test_a_block_is_updated_again_while_it_goes_back_and_is_changed_on_the_host(
         net.blocks[0].up.load_state_dict({"weight": weight.detach() - 1, "bias": net.blocks[0].up.bias.detach()})
 
 
+@pytest.mark.usefixtures("held_back")
+def test_the_host_reads_at_once_what_a_block_changed_outside_a_step() -> None:
+    net = Stack(2, 32)
+    ring, weight = stored(net, 2), net.blocks[0].up.weight
+    before = weight.detach().clone()
+    with ring.using(0), torch.no_grad():
+        weight.add_(1)
+    assert torch.equal(weight, before + 1)
+
+
 # --- fits ---
 
 

@@ -20,7 +20,7 @@ namespace {
 
 constexpr size_t kMiB = 1 << 20;
 constexpr size_t kRound = 512, kSmall = kMiB;
-constexpr size_t kGivenBack = 8 * kMiB;  // freed blocks of this size leave the host's memory, though still reserved
+constexpr int64_t kIdle = 1024 * kMiB;  // free bytes from which on freed blocks leave the host's memory, though reserved
 const c10::Device kCuda(c10::kCUDA, 0);
 
 size_t round_up(size_t size, size_t to) { return (size + to - 1) / to * to; }
@@ -206,10 +206,10 @@ void unmap_pages(char* begin) {
 
 // Gives the host its pages within a freed block back, unless work that is held back may still read them.
 void give_back(const Block& block) {
-  if (block.size < kGivenBack || delays != Delays::kNone) return;
+  if (memory.reserved - memory.allocated < kIdle || delays != Delays::kNone) return;
   const uintptr_t page = sysconf(_SC_PAGESIZE), from = round_up(uintptr_t(block.begin), page),
                   to = uintptr_t(block.begin + block.size) / page * page;
-  madvise((void*)from, to - from, MADV_DONTNEED);
+  if (from < to) madvise((void*)from, to - from, MADV_DONTNEED);
 }
 
 void free_device(void* begin) {
