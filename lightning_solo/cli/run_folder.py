@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,17 @@ FREE_TO_CHANGE = (
 )
 
 
+def is_first_rank() -> bool:
+    """Return whether this process is the first of its run, by the variables of Lightning, torchrun and SLURM."""
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
+
+
 class RunFolder:
     """``config.yaml``, ``versions.json``, ``checkpoints/last.ckpt`` and the logs of one run.
 
-    As a context manager it is locked from `open` on, so that no second command writes there.
+    As a context manager it is locked from `open` on, so that no second command writes there. Of a run on several
+    devices the first process locks it and writes configuration and versions.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,11 +71,12 @@ class RunFolder:
                 " root=<a folder there>, or copy the files"
             )
         try:
-            self._lock.enter_context(lock(self.path, "run=... or root=..."))
+            if is_first_rank():
+                self._lock.enter_context(lock(self.path, "run=... or root=..."))
         except OSError as error:
             raise PresetError(f"root={cfg.root}: {self.path} can't be written: {error.strerror}") from error
         checkpoint = self._checkpoint(cfg)
-        if checkpoint is None:
+        if checkpoint is None and is_first_rank():
             self.write(cfg)
         return checkpoint
 

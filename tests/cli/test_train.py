@@ -204,6 +204,24 @@ def test_second_command_in_a_run_is_refused_before_it_writes(tmp_path: Path) -> 
     assert OmegaConf.load(tmp_path / "config.yaml").seed == 5
 
 
+def test_other_ranks_of_a_run_neither_lock_nor_write_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = compose_application(["run=first"])
+    with RunFolder(tmp_path) as first:
+        first.open(cfg)
+        written = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        cfg.seed = 5
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, "1")
+            assert RunFolder(tmp_path).open(cfg) is None
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == written
+        for name in ("RANK", "LOCAL_RANK"):
+            monkeypatch.setenv(name, "0")
+        with pytest.raises(CheckpointError, match=mentions("in use by")):
+            RunFolder(tmp_path).open(cfg)
+
+
 @pytest.mark.long
 def test_a_run_resumes_by_name_and_only_with_its_configuration(tmp_path: Path) -> None:
     train(tmp_path, *QUICK, "run=first", "trainer.max_steps=4", "trainer.val_check_interval=2")
