@@ -3,8 +3,7 @@
     python -m tests.planner.stored_plans [--only llama,t5] [--presets bf16]    # rewrites rows of stored_plans.json
 
 Three have at least twelve equal blocks, and most of the others at least five. Stored are the plans of traces of all
-blocks, in each of which all operators run. Some rows have a few presets only. The file has bytes only: seconds change
-with the figures of devices.
+blocks, in each of which all operators run. The file has bytes only: seconds change with the figures of devices.
 """
 
 from __future__ import annotations

@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 from lightning_solo.planner import capture as capturing
 from lightning_solo.planner import few_blocks
+from lightning_solo.planner.block_tables import block_table
 from lightning_solo.planner.depth_scaling import NotRepeatedError, Stretch
 from lightning_solo.planner.device import device
 from lightning_solo.planner.equal_blocks import Run, equal_runs, shortened
 from lightning_solo.planner.few_blocks import FEW, FewBlocks
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.planner import Planner
+from lightning_solo.planner.rules import arrange
+from lightning_solo.planner.solved_plan import with_modes
 from lightning_solo.presets.compose import compose, compose_all
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.units import MiB
@@ -76,6 +79,18 @@ def planned(
     trainer: dict[str, Any] | None = None,
 ) -> tuple[Plan, list[int]]:
     """Return a plan, and the number of parameters of each module that is traced in this process."""
+    traced = counted(monkeypatch)
+    monkeypatch.setattr(few_blocks, "LEAST", least)
+    target = device("rtx-4090")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = Planner(make, batch, trainer or {}, target, budget or target.memory_bytes).plan(preset, compose(preset))
+    monkeypatch.undo()
+    return plan, traced
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of parameters of each module that is traced in this process."""
     traced: list[int] = []
     to_fake = capturing.built_without_data
 
@@ -85,13 +100,7 @@ def planned(
         return module
 
     monkeypatch.setattr(capturing, "built_without_data", built)
-    monkeypatch.setattr(few_blocks, "LEAST", least)
-    target = device("rtx-4090")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plan = Planner(make, batch, trainer or {}, target, budget or target.memory_bytes).plan(preset, compose(preset))
-    monkeypatch.undo()
-    return plan, traced
+    return traced
 
 
 def test_plan_from_few_blocks_equals_that_from_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +129,16 @@ def test_plans_of_all_presets_from_few_blocks_equal_those_from_all(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "preset", ["stream", "stream_checkpointing", "compact_host", "host_states", "gradient_release"]
+    ("preset", "clipped"),
+    [
+        ("stream", False),
+        ("stream", True),
+        ("stream_checkpointing", False),
+        ("compact_host", False),
+        ("host_states", True),
+        ("gradient_release", False),
+    ],
 )
-@pytest.mark.parametrize("clipped", [False, True])
 def test_plans_with_pieces_and_rings_from_few_blocks_equal_those_from_all(
     preset: str, clipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,8 +147,27 @@ def test_plans_with_pieces_and_rings_from_few_blocks_equal_those_from_all(
     few, traced = planned(make, characters()[:1], preset, monkeypatch, few_blocks.LEAST, MiB, trainer)
     whole, full = planned(make, characters()[:1], preset, monkeypatch, 23, MiB, trainer)
     assert few == whole
-    # the first and the last trace of the whole module would have as many
-    assert [count for count in traced if count == max(full)] == [max(full)]
+    assert traced.count(max(full)) == 1  # until the first backward
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["keep", "recompute", "offload"])
+def test_tables_of_the_solver_from_few_blocks_equal_those_from_all(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    depth, target = 12, device("rtx-4090")
+    config = with_modes(compose("bf16"), {mode: [f"blocks.{number}" for number in range(depth)]})
+    config = compose("bf16") if mode == "keep" else config
+    traced = counted(monkeypatch)
+    traces: list[Any] = []
+    for least in (depth, depth + 1):
+        monkeypatch.setattr(few_blocks, "LEAST", least)
+        planner = Planner(lambda: ByteGPT(width=32, depth=depth, heads=2), characters(), {}, target, MiB)
+        traces.append(planner.captured(arrange(config, {})))
+    few, whole = traces
+    assert traced.count(max(traced)) == 2  # until the first backward, and in the trace of all
+    assert few.marks == whole.marks
+    assert len({mark.block for mark in few.marks}) == depth
+    assert block_table(few, target) == block_table(whole, target)
+    assert (few.costs, few.phases, few.steps) == (whole.costs, whole.phases, whole.steps)
 
 
 @pytest.mark.parametrize(
