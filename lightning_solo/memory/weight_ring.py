@@ -76,6 +76,7 @@ class WeightRing(BlockRing):
         self._shown: set[int] = set()  # blocks whose parameters have their numbers on the device
         self._away: dict[int, list[int]] = {}  # block whose parameters have none -> their versions before
         self._updated: set[int] = set()  # blocks that are to go back
+        self._staying: set[int] = set()  # those with buffers of their own, which go back at rest
         self._late: dict[int, Callable[[], None]] = {}  # block -> takes the update that it waits for
         self._taken: dict[int, Callable[[], None]] = {}  # those whose tensors may still be read
         self._is_in_step = False
@@ -112,6 +113,8 @@ class WeightRing(BlockRing):
     def rest(self) -> None:
         """End a step: all numbers are on the host, and all parameters have those; waits for the copies."""
         self.finish()
+        if self._side is not None:  # blocks that have not been used since their update
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
         for number in {*self._shown, *self._away}:
             self._go_home(number)
         self._forget()
@@ -214,11 +217,12 @@ class WeightRing(BlockRing):
         """Return whether an update or the block's own code has changed the numbers in its buffer since they came."""
         slot = self._slot(number)
         changed = number in self._shown and slot.holds == number and slot.versions != self._versions(number)
-        return changed or number in self._updated
+        return changed or number in self._updated or number in self._staying
 
     def _store(self, number: int) -> None:
         self.flush()
         self._updated.discard(number)
+        self._staying.discard(number)
         slot, tensors = self._slot(number), self._sources[number]
         versions = zip(slot.versions, self._versions(number), strict=True)
         changed = [p.requires_grad or before != now for p, (before, now) in zip(tensors, versions, strict=True)]
@@ -248,14 +252,21 @@ class WeightRing(BlockRing):
             self._take_late(slot, number)
 
     def _take_late(self, slot: Any, number: int) -> None:
-        """Take the update that a block in its buffer waits for, while others are computed, and copy it back."""
+        """Take the update that a block in its buffer waits for, while others are computed, and copy it back.
+
+        If each block has a buffer of its own, none goes back until the end of the step is to be seen.
+        """
         if number not in self._shown:
             self._set(number, self._there[number])
         with self._beside(slot), torch.autocast(self.device.type, enabled=False):
             self._change(number)
             self._taken[number] = step = self._late.pop(number)
             step()
-            self._store(number)
+            if len(self._slots) < len(self._stored):
+                self._store(number)
+            else:
+                self._updated.discard(number)
+                self._staying.add(number)
         self._go_away(number)  # until the block is used
 
     @contextmanager

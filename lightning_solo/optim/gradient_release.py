@@ -403,6 +403,8 @@ class StepInBackward:
             try:
                 for group, then in zip(self.optimizer.param_groups, groups, strict=False):  # new ones come last
                     group.update(then)
+                for gradient in (gradients[p] for p in parameters if gradients[p].is_cuda):
+                    gradient.record_stream(torch.cuda.current_stream(gradient.device))  # perhaps not that of backward
                 if self._compact is not None:
                     pairs = [(p, gradients.pop(p)) for p in parameters]
                     self._compact.step_many(pairs, self._compact.control(scale.float(), bound))

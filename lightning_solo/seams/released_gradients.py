@@ -53,6 +53,11 @@ class ReleasedGradients(Technique):
         self._warned: set[str] = set()
 
     @property
+    def kept_on(self) -> str:
+        """Where gradients are kept if this technique keeps them."""
+        return self.buffer
+
+    @property
     def keep_in(self) -> torch.dtype | None:
         """The type of kept gradients; None: as they come, sums in fp32 or wider."""
         return None
@@ -109,7 +114,7 @@ class ReleasedGradients(Technique):
             accumulation=_micro_batches(ctx),
             max_norm=math.inf if by_hand or (value and not by_value) else None,
             max_value=float(value) if value and by_value and not by_hand else None,
-            buffer=keeper.buffer,
+            buffer=keeper.kept_on,
             remedy=keeper.remedy,
         )
         release.keep_in = keeper.keep_in

@@ -123,6 +123,19 @@ def test_losses_and_weights_are_those_of_resident_weights(make_trainer: Make, ot
         assert_same(on_host, fit(make_trainer, **options))  # and of Lightning's own clipping
 
 
+@pytest.mark.any_device
+def test_blocks_with_buffers_of_their_own_stay_on_the_device_with_their_gradients(make_trainer: Make) -> None:
+    def run(*callbacks: Any) -> Any:
+        return fit(make_trainer, *callbacks, CompactStates(state_budget=0), precision="bf16-true", batches=6)
+
+    technique = WeightsOnHost(window=BLOCKS, kept_gradients="device")
+    on_host = run(technique)
+    assert on_host.waited == [False, *[True] * 5]
+    assert_same(on_host, run(GradientRelease()))
+    assert technique.ring is not None
+    assert technique.ring.stores == BLOCKS  # once, at the end of the epoch
+
+
 class Normed(Net):
     """Counts its forwards, in an attribute and by a normalisation layer, and draws from Python's generator."""
 

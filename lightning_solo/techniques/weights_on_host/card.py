@@ -50,8 +50,9 @@ class Settings(TechniqueSettings):
     kept_gradients: str = setting(
         "exact",
         "under deferred clipping, which keeps gradients on the host until the next forward: exact, as they come, or"
-        " bf16, which halves the bytes of fp32 weights' gradients and rounds each number once",
-        allowed=("exact", "bf16"),
+        " bf16, which halves the bytes of fp32 weights' gradients and rounds each number once; device: as they come,"
+        " on the device, which spares the bus",
+        allowed=("exact", "bf16", "device"),
     )
 
     @property

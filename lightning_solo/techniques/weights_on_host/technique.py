@@ -78,6 +78,8 @@ class WeightsOnHost(ReleasedGradients, Settings):
         """Return whether each batch runs twice, first to measure the norm of its gradients."""
         if self.clipping == "deferred" or release.accumulation > 1:
             return False
+        if self.clipping == "auto" and self.kept_on == "device":
+            return False
         why = ""
         if self.clipping == "auto":
             if isinstance(release.optimizer, CompactAdamW):
@@ -91,6 +93,10 @@ class WeightsOnHost(ReleasedGradients, Settings):
             + why
         )
         return True
+
+    @property
+    def kept_on(self) -> str:
+        return "device" if self.kept_gradients == "device" else "host"
 
     @property
     def keep_in(self) -> torch.dtype | None:
