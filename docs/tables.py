@@ -21,6 +21,8 @@ from typing import Any
 
 from lightning_solo.cards.card import RESOURCES, Card
 from lightning_solo.cards.catalogue import built_in_cards
+from lightning_solo.cards.configuration import Chosen, Configuration
+from lightning_solo.cards.engines import ENGINES, EXACT, ROUNDING, answer_of
 from lightning_solo.ladder.display import COLUMNS, details, noise_in_words, shortened
 from lightning_solo.ladder.figures import Figures
 from lightning_solo.planner.device import CAPABILITIES, device
@@ -908,6 +910,19 @@ def techniques() -> str:
     """Return the techniques, each with a link to its page and what it saves."""
     rows = [[f"[`{name}`]({name}.md)", prose(card.saves), prose(card.costs)] for name, card in built_in_cards().items()]
     return table(["technique", "what it saves", "costs"], rows)
+
+
+def engines() -> str:
+    """Return how each technique runs under each engine for several devices, with its default settings."""
+    shown = {EXACT: "to the bit", ROUNDING: "yes"}
+    rows, configuration = [], Configuration()
+    for name, each in built_in_cards().items():
+        if each.group == "callback":
+            chosen = Chosen(each, each.check(dict(each.on_cpu or {})), f"callback.{name}")
+            answers = [answer_of(chosen, engine, configuration) for engine in ENGINES]
+            cells = [shown.get(answer, f"no: {answer.partition('; write ')[0]}") for answer in answers]
+            rows.append([f"[`{name}`](../techniques/{name}.md)", *cells])
+    return table(["technique", *ENGINES], rows)
 
 
 def messages(index: list[tuple[str, str, str]]) -> str:

@@ -15,6 +15,7 @@ from lightning_solo.cards.catalogue import catalogue
 from lightning_solo.cards.configuration import Chosen
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.presets.compose import Preset, compose, compose_yaml, refusal_of
+from lightning_solo.presets.config_source import UNSET
 from lightning_solo.presets.files import descriptions, preset_files
 from lightning_solo.presets.parse import TRAINER, unknown_field
 from lightning_solo.presets.signature import parameters
@@ -36,9 +37,10 @@ def trainer_kwargs(
 ) -> dict[str, Any]:
     """Return the Trainer arguments of a preset: ``L.Trainer(**trainer_kwargs("bf16"))``.
 
-    They are ``devices=1`` and the arguments that the preset needs. Python refuses an argument that is passed twice. If
-    a merged mapping has replaced one, the run is refused when it starts. If it has replaced ``callbacks``, nothing
-    notices it, and the preset's techniques are gone: pass yours as ``callbacks``, or use `solo.trainer`.
+    They are the arguments that the preset needs, and ``devices=1`` unless it is for several devices. Python refuses an
+    argument that is passed twice. If a merged mapping has replaced one, the run is refused when it starts. If it has
+    replaced ``callbacks``, nothing notices it, and the preset's techniques are gone: pass yours as ``callbacks``, or
+    use `solo.trainer`.
 
     Args:
         preset: a name of `list_presets`, several names as ``["compact", "checkpointing"]``, or the fields themselves
@@ -89,12 +91,14 @@ def _unknown_argument(
     is_plain = isinstance(value, str | int | float | list | tuple | None)
     keyword, words = f"{name}={value!r}" if is_plain else f"{name}=...", f"{of.__name__} has no such argument"
     chosen = "cfg.solo" if isinstance(preset, Mapping) else repr(preset)
-    if name in ("precision", "accumulate_grad_batches") or (name == "strategy" and value in catalogue().group(name)):
+    if name in ("precision", "accumulate_grad_batches", "devices") or (
+        name == "strategy" and value in catalogue().group(name)
+    ):
         added = f"{'+' if name == 'strategy' else ''}{name}={written(value)}"
         if error := refusal_of(preset, [*overrides, added], allow):
             return f"{keyword}: {words}, and the preset refuses the override {added!r}: {error}"
         return f"{keyword}: {words}; write trainer_kwargs({chosen}, overrides={[*overrides, added]})"
-    if name in ("devices", "num_nodes"):
+    if name == "num_nodes":
         return unknown_field(name, value)
     if name in parameters(TRAINER):
         return f"{keyword}: {words}, but a Trainer has; write solo.trainer({{}}, {chosen}, {keyword})"
@@ -125,7 +129,7 @@ def callbacks(
             ' L.Trainer(**trainer_kwargs("auto", module=module, batch=datamodule))'
         )
     check_machine(configuration)
-    carried = {name: getattr(configuration, name) for name in ("precision", "accumulate_grad_batches")}
+    carried = {name: getattr(configuration, name) for name in UNSET}
     if strategy := configuration.strategy:
         carried["strategy"] = strategy.card.name if isinstance(strategy, Chosen) else "yours"
     lost = [f"{name}={value!r}" for name, value in carried.items() if value is not None]

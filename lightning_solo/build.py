@@ -21,7 +21,7 @@ HOMES = ("lightning.pytorch", "pytorch_lightning")
 def trainer_arguments(
     configuration: Configuration, *, callbacks: Sequence[Any] = (), lightning: str = "lightning.pytorch"
 ) -> dict[str, Any]:
-    """Return the Trainer arguments that a preset needs, and ``devices=1``.
+    """Return the Trainer arguments that a preset needs, with ``devices=1`` unless it has an engine for several.
 
     Args:
         configuration: the preset's configuration.
@@ -40,8 +40,8 @@ def trainer_arguments(
     from lightning_solo.fitting import presets_that_fit
     from lightning_solo.guard import PresetGuard
 
-    arguments: dict[str, Any] = {"devices": 1}
-    for name in ("precision", "accumulate_grad_batches"):
+    arguments: dict[str, Any] = {} if configuration.engine else {"devices": 1}
+    for name in ("precision", "accumulate_grad_batches", "devices"):
         if (value := getattr(configuration, name)) is not None:
             arguments[name] = value
     if configuration.needs_cuda():

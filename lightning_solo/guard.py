@@ -65,8 +65,8 @@ class PresetGuard(Callback):
         self._is_first = trainer.state.fn == "fit"
         self._factor = 1 if "accumulate_grad_batches" in self.promised else trainer.accumulate_grad_batches
         for name, value, actual in self._differences(trainer):
-            if name == "devices":
-                raise ConflictError(f"Trainer(devices={actual}): lightning-solo is for one device, devices=1")
+            if name == "devices" and not self._has_engine:
+                raise ConflictError((self.configuration or Configuration()).one_device(f"Trainer(devices={actual})"))
             accepted = self.configuration is not None and self.configuration.accepts(name, actual)
             raise ConflictError(contradiction(name, actual, value, accepted))
         device = trainer.strategy.root_device.type
@@ -78,6 +78,10 @@ class PresetGuard(Callback):
             rank_zero_info(f"lightning-solo: {self.configuration.summary}")
         self._undo.enter_context(patches.checkpoint_reads(trainer.strategy, lambda stock: partial(loaded, stock)))
 
+    @property
+    def _has_engine(self) -> bool:
+        return self.configuration is not None and bool(self.configuration.engine)
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the strategy's method."""
         self._undo.close()
@@ -85,7 +89,7 @@ class PresetGuard(Callback):
     def _differences(self, trainer: Any) -> Iterator[tuple[str, Any, Any]]:
         """Yield (name, promised value, the Trainer's value) of each argument that differs."""
         actual: dict[str, Any] = {
-            "devices": trainer.num_devices * trainer.num_nodes,
+            "devices": trainer.num_devices if self._has_engine else trainer.num_devices * trainer.num_nodes,
             "precision": trainer.precision,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "strategy": trainer.strategy,

@@ -14,7 +14,7 @@ from lightning_solo.build import HOMES
 from lightning_solo.cards.arguments import Parameter, check_arguments
 from lightning_solo.errors import ConflictError, PresetError
 from lightning_solo.presets import old_spellings
-from lightning_solo.presets.compose import Preset, composes
+from lightning_solo.presets.compose import Preset, compose, composes
 from lightning_solo.presets.parse import PRECISIONS, contradiction, overriding, refuse_foreign_targets, targets
 from lightning_solo.presets.signature import parameters
 from lightning_solo.presets.targets import instantiate
@@ -106,8 +106,8 @@ def merged(
 ) -> dict[str, Any]:
     """Return a Trainer's arguments, merged from the user's (``given``) and a preset's (``ours``).
 
-    A single device (``devices=[2]``) and the accelerator ``"gpu"`` agree with the preset's ``devices=1`` and
-    ``accelerator="cuda"``. The value ``"auto"`` leaves the choice to the preset.
+    ``devices=[2]`` and the accelerator ``"gpu"`` agree with the preset's ``devices=1`` and ``accelerator="cuda"``. The
+    value ``"auto"`` leaves the choice to the preset.
 
     Raises:
         ConflictError: both set an argument, to different values.
@@ -118,8 +118,11 @@ def merged(
         if value == "auto" or _long(name, value) == _long(name, ours[name]):
             continue
         if name == "devices":
-            if not _is_one_device(value):
-                raise ConflictError(f"trainer.devices={value!r}: a preset trains on one device; write devices=1")
+            if _count_of(value) != ours[name]:
+                configuration = compose(preset, overrides, allow=allow)
+                if not configuration.engine:
+                    raise ConflictError(configuration.one_device(f"trainer.devices={value!r}"))
+                raise ConflictError(contradiction(name, value, ours[name], accepted=False))
             arguments[name] = value
         elif (name, value, ours[name]) != ("accelerator", "gpu", "cuda"):
             accepted = composes(preset, [*overrides, overriding(name, value)], allow)
@@ -140,9 +143,9 @@ def _long(name: str, value: Any) -> Any:
     return PRECISIONS.get(str(value), value) if name == "precision" else value
 
 
-def _is_one_device(value: Any) -> bool:
-    """Return whether Lightning reads a value of ``devices`` as one device: ``1``, ``"1"``, ``[2]``, ``"2,"``."""
+def _count_of(value: Any) -> int | None:
+    """Return how many devices Lightning takes for ``devices``: 1 for ``1``, ``"1"``, ``[2]`` and ``"2,"``."""
     if isinstance(value, str):
-        parts = [part for part in value.split(",") if part.strip()]
-        return len(parts) == 1 if "," in value else value.strip() == "1"
-    return len(value) == 1 if isinstance(value, (list, tuple)) else value == 1
+        value = [part for part in value.split(",") if part.strip()] if "," in value else value.strip()
+        value = int(value) if isinstance(value, str) and value.isdigit() else value
+    return len(value) if isinstance(value, (list, tuple)) else value if isinstance(value, int) else None

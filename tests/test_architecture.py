@@ -147,12 +147,14 @@ def test_private_names_of_lightning_stand_in_two_files() -> None:
 
 # File or room -> what it has in common with a technique's word or class, without being about the technique.
 WORDS_IN_COMMON = {
+    "cards/engines.py": {"ddp", "fsdp", "zero3"},  # the engines' names, which their strategies have
     "cards/lightning_callbacks.py": {"AccumulationSchedule"},  # a remedy: what to write
     "cli/train.py": {"throughput"},  # the application's own choice of an observer
     "export/teachers.py": {"Distillation"},  # a remedy: what to write
     "data/item_cache.py": {"item_cache", "prefetch"},  # the file's name; the mechanism's module
     "data/prefetch.py": {"prefetch"},  # the thread's name
-    "nn": {"chunked_cross_entropy", "attention", "inplace"},  # the mechanism's function; torch's module; its argument
+    # the mechanism's function; torch's modules; its argument
+    "nn": {"chunked_cross_entropy", "attention", "inplace", "fsdp"},
     "optim": {"gradient_release"},  # the module of the mechanism
     "memory/segments.py": {"memory_snapshot"},  # torch's function
     # the operator, which is traced by its fused kernel or by products; the module that simulates CUDA's
@@ -161,9 +163,12 @@ WORDS_IN_COMMON = {
     # what to write in the place of an old name
     "presets/old_spellings.py": {"compact_states", "gradient_release", "CompactStates", "GradientRelease"},
     "report/run_folder.py": {"throughput", "Throughput"},  # name and title of a chart
+    "seams/engines.py": {"ddp", "fsdp", "zero3", "ZeroOffloadStrategy"},  # Lightning's strategies by the engines' names
+    "seams/zero_strategy.py": {"zero_offload"},  # a key of checkpoints
     "seams/released_gradients.py": {"gradient_release"},  # the module of the mechanism
     "seams/run.py": {"gradient_release"},  # the module of the mechanism
     "sweeps": {"pruning", "Pruning"},  # of trials, as Optuna calls it
+    "zero/refusals.py": {"zero_offload"},
     "zero/config.py": {"activation_checkpointing"},  # a section of DeepSpeed's configuration
 }
 

@@ -59,7 +59,9 @@ def accepts(override: str) -> None:
     name, _, setting = rest.partition(".")
     preset: dict[str, Any] = {"precision": "bf16-mixed", "callback": {}}
     if group == "strategy":
-        preset["strategy"], setting, name = {"name": "zero_offload", "stage": 3}, name, "zero_offload"
+        owners = [each for each in ("zero_offload", "ddp", "fsdp", "zero3") if not name or name in CARDS[each].defaults]
+        stage = {"stage": 3} if owners[0] == "zero_offload" else {}
+        preset["strategy"], setting, name = {"name": owners[0], **stage}, name, owners[0]
     if "activation_offloading" in override:  # which moves the inputs of recomputed blocks
         preset["callback"] = {"activation_checkpointing": {}}
     if group == "callback" and name and not marks.startswith("+"):

@@ -2,6 +2,7 @@
 
 {card} compact              the top of a technique's page
 {techniques}                all techniques with what they save
+{engines}                   how each technique runs under the engines for several devices
 {presets}                   all presets with what they are for
 {resources}                 all resources that a card may own, read or free
 {formats}                   which devices multiply in which formats of low precision
@@ -45,6 +46,7 @@ class Table(SphinxDirective):
         functions = {
             "card": TABLES.card,
             "techniques": TABLES.techniques,
+            "engines": TABLES.engines,
             "presets": TABLES.presets,
             "messages": lambda: TABLES.messages(MESSAGES.index()),
             "resources": TABLES.resources,
@@ -83,7 +85,7 @@ def fences_to_blocks(app: Sphinx, what: str, name: str, obj: Any, options: Any, 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directives."""
     app.connect("autodoc-process-docstring", fences_to_blocks, priority=100)  # before napoleon's
-    for name in ("card", "techniques", "presets", "messages", "resources", "results", "formats"):
+    for name in ("card", "techniques", "engines", "presets", "messages", "resources", "results", "formats"):
         app.add_directive(name, Table)
     app.add_directive("chart", Chart)
     return {"parallel_read_safe": True}

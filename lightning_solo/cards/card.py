@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightning_solo.cards.engines import Answer
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings
 
@@ -112,6 +113,8 @@ class Card:
         solved: its part in a solved plan: the setting that the solver decides, ``"modes"`` of blocks,
             ``"state_budget"`` or ``"weight_budget"``; ``"moving"`` if it moves the tensors of modes to the host; empty
             for none.
+        engine: the engine for several devices that a strategy is, one of `ENGINES`; empty for one device.
+        engines: engine -> what the technique's results are under it, or why it is refused; see `Answer`.
     """
 
     name: str
@@ -139,6 +142,8 @@ class Card:
     planned: str = "attached"
     footprint: str | None = None
     solved: Literal["", "modes", "moving", "state_budget", "weight_budget"] = ""
+    engine: str = ""
+    engines: Mapping[str, Answer] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.settings, type) and issubclass(self.settings, TechniqueSettings):

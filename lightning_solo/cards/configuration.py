@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from lightning_solo.cards.card import RESOURCES, Card, Requirement, resources
+from lightning_solo.cards.engines import refusal_under
 from lightning_solo.errors import ConflictError
 
 CUDA_PRECISIONS = ("16-mixed", "16-true", "transformer-engine", "transformer-engine-float16")
@@ -84,6 +85,7 @@ class Configuration:
     Attributes:
         precision: Lightning's long name, or None.
         accumulate_grad_batches: micro-batches per optimizer step, or None.
+        devices: number of devices; None for the Trainer's under an engine, else for one.
         techniques: in the order of the preset.
         foreign: callbacks and strategy that the user names by ``_target_``.
         auto: settings of `auto`; None for any other preset.
@@ -92,6 +94,7 @@ class Configuration:
 
     precision: str | None = None
     accumulate_grad_batches: int | None = None
+    devices: int | None = None
     techniques: tuple[Chosen, ...] = ()
     foreign: tuple[Target, ...] = ()
     auto: AutoSettings | None = None
@@ -100,7 +103,7 @@ class Configuration:
     @property
     def summary(self) -> str:
         """The preset's name with its fields and techniques, for the log."""
-        fields = {name: getattr(self, name) for name in ("precision", "accumulate_grad_batches")}
+        fields = {name: getattr(self, name) for name in ("precision", "accumulate_grad_batches", "devices")}
         words = [f"{name}={value}" for name, value in fields.items() if value is not None]
         words += [part.card.name if isinstance(part, Chosen) else part.option for part in self.parts]
         return f"preset {self.preset or 'of your own'}: {', '.join(words) or 'nothing changed'}"
@@ -109,6 +112,20 @@ class Configuration:
     def strategy(self) -> Chosen | Target | None:
         """The strategy, or None."""
         return next((part for part in self.parts if part.option == "strategy"), None)
+
+    @property
+    def engine(self) -> str:
+        """The engine for several devices; empty without one."""
+        return next((chosen.card.engine for chosen in self.techniques if chosen.card.engine), "")
+
+    def one_device(self, given: str) -> str:
+        """Return the message for several devices that are ``given`` to a preset for one."""
+        what = f"strategy={self.strategy.card.name}" if isinstance(self.strategy, Chosen) else "a preset without engine"
+        drop = "" if self.strategy is None else " in place of its strategy"
+        return (
+            f"{given}: {what} trains on one device; write devices=1, or for several devices add the preset ddp, fsdp or"
+            f" zero3{drop}, such as ['ddp', 'bf16']"
+        )
 
     @property
     def parts(self) -> tuple[Chosen | Target, ...]:
@@ -195,6 +212,8 @@ class Configuration:
             if one.card.name == other.card.name:
                 yield f"{one.card.group} {one.card.name!r} is chosen twice; write {other.removal}"
         yield from self._two_factors()
+        if self.devices not in (None, 1) and not self.engine:
+            yield self.one_device(f"devices={self.devices}")
         yield from self.rivalries()
         for chosen in self.techniques:
             for rule in chosen.card.rules:
@@ -206,6 +225,7 @@ class Configuration:
 
         A rule that refuses a technique even without the others yields no message here.
         """
+        yield from self.under_engine(self.engine)
         for one, other in combinations(self.techniques, 2):
             for resource in sorted(one.owned() & other.owned()):
                 start = f"{one.choice} and {other.choice}: only one technique of a run can own"
@@ -220,6 +240,12 @@ class Configuration:
                 message = rule(chosen.settings, self)
                 if message and not rule(chosen.settings, replace(self, techniques=(chosen,))):
                     yield message
+
+    def under_engine(self, engine: str) -> Iterator[str]:
+        """Yield a message for each technique that an engine doesn't run, by the technique's card."""
+        for chosen in self.techniques:
+            if engine and chosen.card.group != "strategy" and (message := refusal_under(chosen, engine, self)):
+                yield message
 
     def _two_factors(self) -> Iterator[str]:
         factor = self.accumulate_grad_batches

@@ -90,7 +90,7 @@ def _refuse_unknown(base: DictConfig, override: Override) -> None:
     node: Any = OmegaConf.to_container(base, resolve=False)
     path = override.key_or_group.split(".")
     for depth, key in enumerate(path):
-        if key in ("devices", "num_nodes"):
+        if key == "num_nodes":
             raise PresetError(unknown_field(key, override.value()))
         if not isinstance(node, Mapping) or key not in node:
             where = ".".join(path[:depth])

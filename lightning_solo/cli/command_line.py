@@ -386,7 +386,7 @@ def check_root(folder: Path) -> None:
 
 def _refuse_set_twice(solo: Configuration, trainer: Mapping[str, Any]) -> None:
     promised = {
-        "devices": 1,
+        "devices": solo.devices or (None if solo.engine else 1),
         "precision": solo.precision,
         "strategy": solo.strategy.card.name if isinstance(solo.strategy, Chosen) else None,
         "accumulate_grad_batches": solo.accumulate_grad_batches,
@@ -400,10 +400,10 @@ def _refuse_set_twice(solo: Configuration, trainer: Mapping[str, Any]) -> None:
     for name, value in promised.items():
         given = PRECISIONS.get(str(trainer.get(name)), trainer.get(name)) if name == "precision" else trainer.get(name)
         if value is not None and name in trainer and given != value:
-            if name == "devices":
-                raise ConflictError(f"trainer.devices={trainer[name]}: lightning-solo trains on one device")
+            if name == "devices" and not solo.engine:
+                raise ConflictError(solo.one_device(f"trainer.devices={trainer[name]}"))
             remedy = f"drop trainer.{name}"
-            if name in ("precision", "accumulate_grad_batches"):
+            if name in ("precision", "accumulate_grad_batches", "devices"):
                 wanted: dict[str, Any] = {name: given}
                 remedy = _instead(replace(solo, **wanted), remedy, f"solo.{name}={trainer[name]}")
             raise ConflictError(f"trainer.{name}={trainer[name]!r} and the preset's {name}={value!r}: {remedy}")

@@ -26,13 +26,14 @@ class PresetSchema:
 
     precision: Optional[str] = MISSING  # noqa: UP045
     accumulate_grad_batches: Optional[int] = MISSING  # noqa: UP045
+    devices: Optional[int] = MISSING  # noqa: UP045
     strategy: Any = field(default_factory=dict)  # mappings; `parse_configuration` refuses others in its own words
     callback: Any = field(default_factory=dict)
     auto: Any = field(default_factory=dict)
 
 
 FIELDS = tuple(f.name for f in fields(PresetSchema))
-UNSET = ("precision", "accumulate_grad_batches")
+UNSET = ("precision", "accumulate_grad_batches", "devices")
 """Fields that are `MISSING` until a preset sets them."""
 
 GROUPS = ("", "solo", "solo/callback", "solo/schema", "solo/strategy")

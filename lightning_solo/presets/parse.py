@@ -58,7 +58,8 @@ def parse_configuration(given: Mapping[str, Any], allow: Sequence[str] = ()) -> 
     parts = [_part(node, option, allow) for option, node in _nodes(given)]
     configuration = Configuration(
         precision=_precision(given.get("precision")),
-        accumulate_grad_batches=_factor(given.get("accumulate_grad_batches")),
+        accumulate_grad_batches=_count(given, "accumulate_grad_batches"),
+        devices=_count(given, "devices"),
         techniques=tuple(part for part in parts if isinstance(part, Chosen)),
         foreign=tuple(part for part in parts if isinstance(part, Target)),
         auto=_auto(given.get("auto") or None),
@@ -192,10 +193,10 @@ def unknown_field(name: str, value: object = UNKNOWN, marks: str = "") -> str:
         given, tail = f"~{name}", ""
     else:
         given, tail = (name, "=...") if value is UNKNOWN else (f"{name}={value!r}", f"={written(value)}")
-    if name in ("devices", "num_nodes"):
+    if name == "num_nodes":
         return (
-            f"{given}: lightning-solo trains on one device, devices=1; "
-            f"for more than one use Lightning's own strategies ('ddp', 'fsdp') without a preset"
+            f"{given}: no such field; with the preset ddp, fsdp or zero3 it goes to the Trainer:"
+            f" L.Trainer(**trainer_kwargs('ddp'), num_nodes=...); any other trains on one device"
         )
     first, _, rest = name.replace("/", ".").partition(".")
     if first == "solo" and not rest:
@@ -249,11 +250,12 @@ def _precision(value: object) -> str | None:
     return PRECISIONS[str(value)]
 
 
-def _factor(value: object) -> int | None:
+def _count(given: Mapping[str, Any], name: str) -> int | None:
+    value = given.get(name)
     if value is None:
         return None
     if type(value) is not int or value < 1:
-        raise PresetError(f"accumulate_grad_batches={value!r}: must be an integer of at least 1, such as 4")
+        raise PresetError(f"{name}={value!r}: must be an integer of at least 1, such as 4")
     return value
 
 

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 _START = r"""(?<![\w./('"~+])"""
 _BEFORE = rf"{_START}([~+]*)"
 _CHOICE = re.compile(rf"{_BEFORE}(callback|strategy)=(?!')")
-_FIELD = re.compile(rf"{_BEFORE}((?:precision|accumulate_grad_batches|strategy|callback|auto)(?:=|\.(?=[\w<])))")
-_OPTION = r"(?:precision|accumulate_grad_batches|strategy|callback|auto)[\w.]*=(?!')"
+_FIELD = re.compile(
+    rf"{_BEFORE}((?:precision|accumulate_grad_batches|devices|strategy|callback|auto)(?:=|\.(?=[\w<])))"
+)
+_OPTION = r"(?:precision|accumulate_grad_batches|devices|strategy|callback|auto)[\w.]*=(?!')"
 _OVERRIDE = re.compile(rf"{_START}([~+]+(?:callback|strategy)|{_OPTION})")
 
 

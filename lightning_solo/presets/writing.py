@@ -14,7 +14,7 @@ def fields_of(configuration: Configuration) -> dict[str, Any]:
     """Return the fields from which `compose` makes a configuration, with the settings that aren't defaults."""
     fields: dict[str, Any] = {
         name: value
-        for name in ("precision", "accumulate_grad_batches")
+        for name in ("precision", "accumulate_grad_batches", "devices")
         if (value := getattr(configuration, name)) is not None
     }
     for part in configuration.parts:

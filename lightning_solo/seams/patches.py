@@ -18,6 +18,7 @@ from weakref import proxy
 
 from torch import nn
 from torch.random import fork_rng
+from torch.utils.data import RandomSampler
 
 from lightning_solo.attributes import replaced
 from lightning_solo.seams.homes import part
@@ -144,6 +145,11 @@ def conversion_around(precision: Any, kept: Callable[[Any], Iterable[Any]]) -> I
         yield
 
 
+def configures_its_model(module: Any) -> Any:
+    """Let Lightning's strategy for FSDP2 accept a module that doesn't override ``configure_model``."""
+    return replaced(module, "configure_model", lambda: None)
+
+
 def loaded_checkpoint(trainer: Any) -> Mapping[str, Any]:
     """Return the checkpoint that a Trainer is loading."""
     checkpoint: Mapping[str, Any] = trainer._checkpoint_connector._loaded_checkpoint
@@ -170,6 +176,17 @@ def validation_metrics(trainer: Any, batches: int) -> dict[str, float]:
 def without_distributed_sampler(trainer: Any) -> Any:
     """Keep the samplers of training loaders, which a strategy for several processes would replace."""
     return replaced(trainer._accelerator_connector, "use_distributed_sampler", False)
+
+
+def samplers_kept_in_order(trainer: Any) -> Any:
+    """Split the items of a training loader over processes in the order of its sampler; Lightning shuffles any."""
+    connector = trainer._data_connector
+    stock = connector._resolve_sampler
+
+    def resolve_sampler(dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
+        return stock(dataloader, shuffle=shuffle and isinstance(dataloader.sampler, RandomSampler), mode=mode)
+
+    return replaced(connector, "_resolve_sampler", resolve_sampler)
 
 
 def batches_through(strategy: Any, around: Around) -> Any:

@@ -17,6 +17,7 @@ from lightning_solo.cards.catalogue import chosen_of
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import ConflictError, GradientError, listed
 from lightning_solo.seams import patches
+from lightning_solo.seams.engines import engine_of
 from lightning_solo.seams.homes import home_of, part
 
 if TYPE_CHECKING:
@@ -187,7 +188,9 @@ class Run:
         others = [*self.techniques, self.strategy]
         others = [other for other in others if type(other) is not type(technique)]  # `_require_sole` refuses those
         chosen = [each for each in map(chosen_of, [*others, technique]) if each is not None]
-        for message in Configuration(techniques=tuple(chosen)).rivalries():
+        configuration = Configuration(techniques=tuple(chosen))
+        engine = "" if configuration.engine else engine_of(self.strategy)  # of a strategy that has no card
+        for message in (*configuration.rivalries(), *configuration.under_engine(engine)):
             raise ConflictError(message)
         overfit, newest = self.trainer.overfit_batches, chosen_of(technique)
         if overfit and newest is not None and "batches" in newest.owned():
@@ -202,7 +205,7 @@ class Run:
         if any(type(other) is type(technique) for other in self.techniques):
             raise ConflictError(f"two {name} in one run: drop one")
         kinds = {cls.__name__ for cls in type(self.strategy).__mro__}
-        if "ParallelStrategy" in kinds:
+        if "ParallelStrategy" in kinds and not (engine_of(self.strategy) and chosen_of(technique)):
             raise ConflictError(
                 f"{name} and {type(self.strategy).__name__}, which keeps optimizers or gradients in its own way: write"
                 f" Trainer(strategy='auto', devices=1), or drop {name}"

@@ -7,7 +7,7 @@ Read from DeepSpeed 0.19.8, for one process, in which a partition is the whole. 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +90,46 @@ def flat_tensors(zero: Any) -> list[tuple[Tensor, list[Place]]]:
     ]
 
 
+# --- parts of several processes ---
+
+
+def trained_parameters(zero: Any) -> list[tuple[Tensor, list[Tensor]]]:
+    """Return each flat fp32 master of this process with the parameters of which it has a part."""
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
+        return list(zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True))
+    return list(zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True))
+
+
+def whole_state(parameter: Any, key: str | None = None) -> Tensor:
+    """Return the master of a parameter, or a state, gathered from all processes, which must all call it."""
+    owner = parameter._z3_optimizer if is_partitioned(parameter) else None
+    whole = owner.get_full_hp_param(parameter, key) if owner else parameter.get_full_hp_param(key)
+    return whole.detach().view(parameter.ds_shape if owner else parameter.shape)  # type: ignore[no-any-return]
+
+
+def set_whole_state(parameter: Any, value: Tensor, key: str | None = None) -> None:
+    """Set this process's part of a parameter's master or state."""
+    if not is_partitioned(parameter):
+        parameter.set_full_hp_param(value, key)
+        return
+    zero = parameter._z3_optimizer
+    part, _ = zero._get_fp32_opt_state_partition(parameter, release_swap_buffers=False, optim_state_key=key)
+    start = part.numel() * zero._get_param_partition_rank(parameter)
+    own = value.flatten()[start : start + part.numel()]  # the last part may be padded, which DeepSpeed's setter refuses
+    part.data[: own.numel()].copy_(own)
+
+
+def make_states(zero: Any, flat: Tensor, parameters: list[Tensor], keys: Iterable[str]) -> None:
+    """Make zeroed states of a flat master that a fresh engine lacks, since optimizers make them in their first step."""
+    state = zero.optimizer.state[flat]
+    for key in keys:
+        state.setdefault(key, torch.zeros_like(flat, requires_grad=False))
+    for parameter in parameters:
+        mapping: Any = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None:
+            mapping.set_optim_state_fragment(flat, state)
+
+
 # --- masters and states on disk ---
 
 
@@ -167,8 +207,8 @@ def accumulated_gradient(zero: Any, parameter: Tensor) -> Tensor | None:
     if hasattr(zero, "accumulated_grads_in_cpu"):  # stage 2
         buffer: Tensor | None = zero.accumulated_grads_in_cpu.get(zero.get_param_id(parameter))
         return buffer
-    partitions = zero._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-    return partitions.get(parameter.ds_id)  # type: ignore[attr-defined,no-any-return]
+    partitions = getattr(zero, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", None)
+    return None if partitions is None else partitions.get(parameter.ds_id)  # type: ignore[attr-defined]
 
 
 def zero_gradients(zero: Any, parameters: set[Tensor]) -> None:

@@ -16,19 +16,22 @@ ONE_OPTIMIZER = (
 )
 
 
-def refuse_trainer(trainer: Any) -> None:
+def refuse_trainer(trainer: Any, strategy: str) -> None:
     """Refuse Trainer arguments that the engine doesn't support.
 
     Raises:
-        ConflictError: clipping by value, or more than one device.
+        ConflictError: clipping by value, or more than one device under `zero_offload`.
     """
-    refuse_clipping_by_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+    refuse_clipping_by_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm, strategy)
     devices = trainer.num_devices * trainer.num_nodes
-    if devices != 1:
-        raise ConflictError(f"strategy=zero_offload is for one device, and the Trainer has {devices}; write devices=1")
+    if devices != 1 and strategy == "zero_offload":
+        raise ConflictError(
+            f"strategy=zero_offload is for one device, and the Trainer has {devices}; write devices=1, or"
+            " ~strategy +strategy=zero3"
+        )
 
 
-def refuse_clipping_by_value(clip_val: float | None, algorithm: Any) -> None:
+def refuse_clipping_by_value(clip_val: float | None, algorithm: Any, strategy: str) -> None:
     """Refuse a clipping algorithm that DeepSpeed lacks.
 
     Raises:
@@ -36,12 +39,12 @@ def refuse_clipping_by_value(clip_val: float | None, algorithm: Any) -> None:
     """
     if clip_val and str(getattr(algorithm, "value", algorithm)) == "value":
         raise ConflictError(
-            "strategy=zero_offload and gradient_clip_algorithm='value': DeepSpeed clips by the global norm only; write"
+            f"strategy={strategy} and gradient_clip_algorithm='value': DeepSpeed clips by the global norm only; write"
             " gradient_clip_algorithm='norm'"
         )
 
 
-def refuse_module(module: nn.Module, stage: int) -> None:
+def refuse_module(module: nn.Module, stage: int, strategy: str) -> None:
     """Refuse a module that stage 3 can't run.
 
     Raises:
@@ -51,12 +54,12 @@ def refuse_module(module: nn.Module, stage: int) -> None:
     if stage == 3 and wrapped:
         name = wrapped[0]
         raise ConflictError(
-            f"strategy=zero_offload at stage 3 and torch.compile({name}): DeepSpeed replaces each module's mapping"
+            f"strategy={strategy} at stage 3 and torch.compile({name}): DeepSpeed replaces each module's mapping"
             f" of parameters, which torch's wrapper doesn't accept; compile in place: {name}.compile()"
         )
 
 
-def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
+def the_optimizer(optimizers: Sequence[Optimizer], strategy: str) -> Optimizer:
     """Return the only optimizer of a module.
 
     Raises:
@@ -65,8 +68,7 @@ def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
     """
     if len(optimizers) != 1:
         raise ConflictError(
-            f"strategy=zero_offload steps one optimizer, configure_optimizers returned {len(optimizers)};"
-            f" {ONE_OPTIMIZER}"
+            f"strategy={strategy} steps one optimizer, configure_optimizers returned {len(optimizers)}; {ONE_OPTIMIZER}"
         )
     optimizer = optimizers[0]
     # Lightning replaces a missing optimizer by one without groups.
@@ -74,7 +76,7 @@ def the_optimizer(optimizers: Sequence[Optimizer]) -> Optimizer:
         name = type(optimizer).__name__
         what = "configure_optimizers returned None" if name == "_MockOptimizer" else f"no trained parameter in {name}"
         raise NothingToDoError(
-            f"strategy=zero_offload and {what}: there is nothing to"
+            f"strategy={strategy} and {what}: there is nothing to"
             " offload; return an optimizer of parameters with requires_grad from configure_optimizers, or leave"
             " strategy out"
         )

@@ -95,7 +95,8 @@ class EngineRun:
 
     def _make_engine(self, config: Mapping[str, Any], optimizer: Optimizer | None) -> Any:
         stage_3 = config.get("zero_optimization", {}).get("stage") == 3
-        self._stack.enter_context(nothing_broadcast())
+        if torch.distributed.get_world_size() == 1:
+            self._stack.enter_context(nothing_broadcast())
         self._stack.enter_context(statistics_in_fp32())
         if stage_3:
             self._stack.enter_context(linear_saves_the_parameter())

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from lightning_solo.errors import CheckpointError
-from lightning_solo.zero.deepspeed_internals import flat_tensors, in_memory
+from lightning_solo.zero.deepspeed_internals import (
+    flat_tensors,
+    in_memory,
+    make_states,
+    set_whole_state,
+    trained_parameters,
+    whole_state,
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ def read(zero: Any, folder: Path | None = None, *, masters_only: bool = False) -
             Without a folder, or where the disk is full, the copies are in memory.
         masters_only: leave the optimizer's states out.
     """
+    if torch.distributed.get_world_size() > 1:
+        return _read_over_processes(zero, masters_only=masters_only)
     states = {}
     for index, (flat, places) in enumerate(flat_tensors(zero)):
         with in_memory(zero, index) as from_disk:
@@ -52,6 +61,36 @@ def read(zero: Any, folder: Path | None = None, *, masters_only: bool = False) -
                 # Each gets a copy of the plain values: many parameters would increase a shared count too often.
                 states[place.parameter] = ParameterStates(views.pop(""), views, copy.deepcopy(scalars))
     return states
+
+
+def _read_over_processes(zero: Any, *, masters_only: bool) -> dict[Tensor, ParameterStates]:
+    """Return the states, gathered from all processes, which must all call it; only the first keeps the optimizer's."""
+    states = {}
+    first = torch.distributed.get_rank() == 0
+    for flat, parameters in trained_parameters(zero):
+        state = {} if masters_only else zero.optimizer.state.get(flat, {})
+        tensors = [key for key, value in state.items() if is_elementwise(value, flat)]
+        scalars = {key: value for key, value in state.items() if key not in tensors}
+        for parameter in parameters:
+            whole = {key: whole_state(parameter, key).cpu() for key in tensors}
+            master = whole_state(parameter).cpu()
+            states[parameter] = ParameterStates(master, whole if first else {}, copy.deepcopy(scalars))
+    return states
+
+
+def _write_over_processes(zero: Any, states: Mapping[Tensor, ParameterStates]) -> None:
+    """Write this process's part of whole states."""
+    for flat, parameters in trained_parameters(zero):
+        values = {p: states[p] for p in parameters if p in states}
+        shared = _shared_scalars([value.scalars for value in values.values()])
+        keys = dict.fromkeys(key for value in values.values() for key in value.tensors)
+        make_states(zero, flat, parameters, keys)
+        for parameter, value in values.items():
+            set_whole_state(parameter, value.master)
+            for key, whole in value.tensors.items():
+                set_whole_state(parameter, whole, key)
+        if shared:
+            zero.optimizer.state[flat].update(shared)
 
 
 def is_elementwise(value: object, flat: Tensor) -> bool:
@@ -77,6 +116,9 @@ def write(zero: Any, states: Mapping[Tensor, ParameterStates]) -> None:
     Raises:
         CheckpointError: parameters that share a flat tensor differ in a plain value, such as the count of steps.
     """
+    if torch.distributed.get_world_size() > 1:
+        _write_over_processes(zero, states)
+        return
     copies = [
         (index, flat, [(place, states[place.parameter]) for place in places if place.parameter in states])
         for index, (flat, places) in enumerate(flat_tensors(zero))

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_solo.cards.card import Card, Rung
+from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import ROUNDING, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -73,6 +75,21 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     return replace(tracing, accumulation=max(tracing.accumulation, factor), attached=None)
 
 
+def _under_engines(settings: Settings, configuration: Configuration) -> str:
+    """Return what several processes make of the schedule, which each of them follows by itself."""
+    if settings.by not in ("epoch", "step"):
+        return (
+            f"each process counts the {settings.by} of its own batches, and changes its factor at another batch; write"
+            " callback.accumulation_schedule.by=step"
+        )
+    if settings.weight_by != "batches":
+        return (
+            f"each process weighs its own batches by {settings.weight_by}, without the others'; write"
+            " callback.accumulation_schedule.weight_by=batches"
+        )
+    return ROUNDING
+
+
 CARD = Card(
     name="accumulation_schedule",
     target="lightning_solo.techniques.accumulation_schedule.technique:AccumulationSchedule",
@@ -101,4 +118,5 @@ CARD = Card(
     first_factor=first_factor,
     rung=Rung("accumulation", order=30),
     planned="lightning_solo.techniques.accumulation_schedule.card:planned",
+    engines=answers(ddp=_under_engines, fsdp=_under_engines, zero3=_under_engines),
 )

@@ -10,6 +10,7 @@ from lightning_solo.cards.blocks import HOST_INPUT, MODES, OFFLOAD, blocks_setti
 from lightning_solo.cards.budget import budget_setting, bytes_or_share
 from lightning_solo.cards.card import Card, Rung
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import EXACT, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -111,6 +112,16 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     return replace(tracing, steps=max(tracing.steps, 3), scales=scales)
 
 
+def _under_zero3(settings: Settings, configuration: Configuration) -> str:
+    """Return whether each process recomputes the same blocks, for which the engine gathers their weights again."""
+    if settings.budget is not None:
+        return (
+            "each process would choose its own blocks by the budget, and wait for the others' weights; write"
+            " callback.activation_checkpointing.budget=null"
+        )
+    return EXACT
+
+
 CARD = Card(
     name="activation_checkpointing",
     target="lightning_solo.techniques.activation_checkpointing.technique:ActivationCheckpointing",
@@ -131,4 +142,5 @@ CARD = Card(
     solved="modes",
     rung=Rung("checkpointing", order=20),
     planned="lightning_solo.techniques.activation_checkpointing.card:planned",
+    engines=answers(ddp=EXACT, fsdp=EXACT, zero3=_under_zero3),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_solo.cards.budget import budget_setting, bytes_or_share
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import EVERYWHERE
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -112,4 +113,5 @@ CARD = Card(
     solved="moving",
     on_cpu={"mode": ALL, "min_offload_bytes": 256, "allow_cpu": True},
     planned="lightning_solo.techniques.activation_offloading.card:planned",
+    engines=EVERYWHERE,
 )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card, Requirement
+from lightning_solo.cards.engines import ROUNDING, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, names_or, setting
 from lightning_solo.errors import PresetError
@@ -93,4 +94,7 @@ CARD = Card(
         ),
     ),
     on_cpu={"after_fit": "merge"},  # the tests over all cards compare the module's own weights
+    engines=answers(
+        ddp=ROUNDING, fsdp="adapters can't be merged into shards; write the preset ddp in its place", zero3=ROUNDING
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_solo.cards.card import Card, Requirement
+from lightning_solo.cards.engines import EVERYWHERE
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -55,4 +56,5 @@ CARD = Card(
     ),
     on_cpu=None,
     planned="lightning_solo.techniques.allocator.card:planned",
+    engines=EVERYWHERE,
 )

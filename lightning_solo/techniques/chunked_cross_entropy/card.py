@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_solo.cards.card import Card, Requirement, Rung
+from lightning_solo.cards.engines import ROUNDING, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -74,4 +75,9 @@ CARD = Card(
     ),
     rung=Rung("chunked loss", order=35),
     planned="lightning_solo.techniques.chunked_cross_entropy.card:planned",
+    engines=answers(
+        ddp=ROUNDING,
+        fsdp=ROUNDING,
+        zero3="the head's weight is used after the head's forward, when stage 3 has freed it",
+    ),
 )

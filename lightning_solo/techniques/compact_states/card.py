@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_solo.cards.budget import budget_setting
 from lightning_solo.cards.card import Card, Requirement, Rung
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import answers
 from lightning_solo.cards.footprint import Footprint, Request
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
@@ -160,4 +161,9 @@ CARD = Card(
     rung=Rung("compact", order=40, overrides=("solo.precision=bf16-true", "+solo/callback=gradient_release")),
     planned="lightning_solo.techniques.compact_states.card:planned",
     footprint="lightning_solo.techniques.compact_states.card:footprint",
+    engines=answers(
+        ddp="it wasn't compared with one process",
+        fsdp="it wasn't compared on sharded weights",
+        zero3="the engine stores the optimizer's states in its own way",
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.engines import EXACT, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings
 
@@ -29,4 +30,5 @@ CARD = Card(
     " https://lightning.ai/docs/pytorch/stable/common/optimization.html",
     exact=True,
     reads=frozenset({"gradients"}),
+    engines=answers(ddp=EXACT, fsdp=EXACT, zero3="the engine keeps the gradients"),
 )

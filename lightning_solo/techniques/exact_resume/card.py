@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.engines import EXACT, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -32,4 +33,5 @@ CARD = Card(
     reference="MosaicML Composer's resumption, docs.mosaicml.com (save points); Lightning's issues 19764 and 20550",
     exact=True,
     planned="left out",
+    engines=answers(ddp=EXACT, fsdp=EXACT, zero3=EXACT),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import ROUNDING, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -86,4 +87,9 @@ CARD = Card(
     ),
     on_cpu={"allow_cpu": True},
     planned="lightning_solo.techniques.fused_kernels.card:planned",
+    engines=answers(
+        ddp=ROUNDING,
+        fsdp=ROUNDING,
+        zero3="it needs whole weights, which the engine gathers for a forward and a backward alone",
+    ),
 )

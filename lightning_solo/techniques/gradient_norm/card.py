@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card, resources
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import EXACT, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -57,4 +58,7 @@ CARD = Card(
     exact=True,
     rules=(_engine,),
     planned="left out",
+    engines=answers(
+        ddp=EXACT, fsdp="each process has a shard of each gradient", zero3="the engine keeps the gradients"
+    ),
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import answers
 from lightning_solo.cards.footprint import Footprint, Request, without_gradients
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.released_gradients import scaled_gradients
@@ -53,4 +54,9 @@ CARD = Card(
     frees=frozenset({"gradients"}),
     rules=(_scaled_gradients,),
     footprint="lightning_solo.techniques.gradient_release.card:footprint",
+    engines=answers(
+        ddp="it steps before gradients are averaged over processes, which then have different weights",
+        fsdp="it wasn't compared on sharded weights",
+        zero3="the engine keeps the gradients",
+    ),
 )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import EXACT, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -76,4 +77,9 @@ CARD = Card(
     exact=True,
     rules=(_compiled, _recorded, _unfrozen, _engine),
     planned="lightning_solo.techniques.inplace.card:planned",
+    engines=answers(
+        ddp=EXACT,
+        fsdp="it looks for readers of a tensor among all objects, which the mesh of FSDP2 doesn't stand",
+        zero3="the engine takes the gradients that are compared",
+    ),
 )

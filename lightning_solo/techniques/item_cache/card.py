@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from lightning_solo.cards.budget import budget_setting
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.engines import EVERYWHERE
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.units import parse_budget
@@ -33,4 +34,5 @@ CARD = Card(
     reference="Mohan et al. 2021, Analyzing and Mitigating Data Stalls in DNN Training, arXiv 2007.06775",
     exact=True,
     planned="left out",
+    engines=EVERYWHERE,
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.engines import answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -44,4 +45,9 @@ CARD = Card(
     " https://arxiv.org/abs/1603.09382",
     caveat=lambda settings: "trains without some of the blocks at a time",
     planned="lightning_solo.techniques.layer_drop.card:planned",
+    engines=answers(
+        ddp="skipped blocks have no gradient, for which DistributedDataParallel waits",
+        fsdp="each process would draw other blocks, and wait for the others",
+        zero3="each process would draw other blocks, and wait for the others",
+    ),
 )

@@ -9,6 +9,7 @@ from itertools import pairwise
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import ROUNDING, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -87,6 +88,17 @@ def _engine(settings: Settings, configuration: Configuration) -> str | None:
     return None
 
 
+def _under_ddp(settings: Settings, configuration: Configuration) -> str:
+    """Return whether the same parameters are trained all the time, which are reduced from the start."""
+    if settings.milestones:
+        return (
+            "DistributedDataParallel reduces only the parameters that are trained at the start, and those of a later"
+            " milestone would differ; write callback.layer_freezing.milestones=[]"
+            " callback.layer_freezing.trained_blocks=1"
+        )
+    return ROUNDING
+
+
 CARD = Card(
     name="layer_freezing",
     target="lightning_solo.techniques.layer_freezing.technique:LayerFreezing",
@@ -104,4 +116,9 @@ CARD = Card(
     rules=(_engine,),
     on_cpu={"milestones": [[0, 0], [2, 1]], "unit": "steps", "rate_decay": 0.5},
     planned="lightning_solo.techniques.layer_freezing.card:planned",
+    engines=answers(
+        ddp=_under_ddp,
+        fsdp="it wasn't compared on sharded weights",
+        zero3="the engine keeps states of all weights that it was made for",
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.engines import EVERYWHERE
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -35,4 +36,5 @@ CARD = Card(
     reference="https://docs.python.org/3/library/gc.html#gc.get_referrers",
     exact=True,
     planned="left out",
+    engines=EVERYWHERE,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card, Requirement
+from lightning_solo.cards.engines import EVERYWHERE
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.memory.log_files import not_below_a_folder
@@ -52,4 +53,5 @@ CARD = Card(
     ),
     on_cpu=None,
     planned="left out",
+    engines=EVERYWHERE,
 )

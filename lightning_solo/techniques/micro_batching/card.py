@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import ROUNDING, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -84,6 +86,16 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     )
 
 
+def _under_engines(settings: Settings, configuration: Configuration) -> str:
+    """Return what several processes make of micro-batches, of which each must run as many."""
+    if settings.micro_batch == "auto":
+        return (
+            "a process that runs out of memory and repeats a part would wait for the others; write"
+            " callback.micro_batching.micro_batch=8 (a number that fits)"
+        )
+    return ROUNDING
+
+
 CARD = Card(
     name="micro_batching",
     target="lightning_solo.techniques.micro_batching.technique:MicroBatching",
@@ -111,4 +123,5 @@ CARD = Card(
         " accumulate_grad_batches",
     },
     planned="lightning_solo.techniques.micro_batching.card:planned",
+    engines=answers(ddp=_under_engines, fsdp=_under_engines, zero3=_under_engines),
 )

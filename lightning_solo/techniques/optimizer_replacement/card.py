@@ -9,6 +9,7 @@ from typing import Any
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import ROUNDING, answers
 from lightning_solo.cards.footprint import Footprint, Request
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
@@ -149,4 +150,5 @@ CARD = Card(
     caveat=lambda settings: "trains by another optimizer or schedule than the module's",
     on_cpu={"weight_decay": 0.05, "schedule": "constant"},  # near the AdamW of other runs, for comparisons
     footprint="lightning_solo.techniques.optimizer_replacement.card:footprint",
+    engines=answers(ddp=ROUNDING, fsdp=ROUNDING, zero3="the engine makes the optimizer of configure_optimizers itself"),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.engines import EVERYWHERE
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -38,4 +39,5 @@ CARD = Card(
     " https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html",
     exact=True,
     planned="lightning_solo.techniques.prefetch.card:planned",
+    engines=EVERYWHERE,
 )

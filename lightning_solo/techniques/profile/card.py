@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.engines import EVERYWHERE
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.memory.log_files import not_below_a_folder
@@ -42,4 +43,5 @@ CARD = Card(
     exact=True,
     on_cpu={"skip_steps": 1, "steps": 1},
     planned="left out",
+    engines=EVERYWHERE,
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card, Requirement
+from lightning_solo.cards.engines import ROUNDING, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, names_or, setting
 
@@ -67,5 +68,10 @@ CARD = Card(
             "bitsandbytes>=0.50",
             when=lambda settings: settings.format == "nf4",
         ),
+    ),
+    engines=answers(
+        ddp=ROUNDING,
+        fsdp=ROUNDING,
+        zero3="it wasn't compared on partitioned weights; write the preset ddp in its place",
     ),
 )

@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.engines import EVERYWHERE
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.errors import PresetError
@@ -49,4 +50,5 @@ CARD = Card(
     reference="Pillai et al. 2014, All File Systems Are Not Created Equal, OSDI (what a kill may leave of a file)",
     exact=True,
     planned="left out",
+    engines=EVERYWHERE,
 )

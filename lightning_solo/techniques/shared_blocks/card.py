@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.engines import ROUNDING, answers
 from lightning_solo.cards.factors import rule_of
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
@@ -43,4 +44,9 @@ CARD = Card(
     rules=(rule_of(OPTION),),
     caveat=lambda settings: "makes blocks use the same weights",
     on_cpu={"after_fit": "separate"},  # the tests over all cards compare the module's own weights
+    engines=answers(
+        ddp=ROUNDING,
+        fsdp=ROUNDING,
+        zero3="it wasn't compared on partitioned weights; write the preset ddp in its place",
+    ),
 )

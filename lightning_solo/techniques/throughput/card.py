@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.engines import EVERYWHERE
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -48,4 +49,5 @@ CARD = Card(
     reference='model FLOP utilisation: Chowdhery et al., "PaLM", https://arxiv.org/abs/2204.02311, appendix B',
     exact=True,
     planned="left out",
+    engines=EVERYWHERE,
 )

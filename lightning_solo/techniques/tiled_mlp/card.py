@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import ROUNDING, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -51,4 +52,9 @@ CARD = Card(
     reads=frozenset({"weights"}),
     rules=(_nothing_left_to_compile,),
     on_cpu={"tile_tokens": 2},
+    engines=answers(
+        ddp=ROUNDING,
+        fsdp=ROUNDING,
+        zero3="it needs whole weights, which the engine gathers for a forward and a backward alone",
+    ),
 )

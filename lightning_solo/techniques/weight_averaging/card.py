@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import answers
 from lightning_solo.cards.footprint import Footprint, Request
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
@@ -112,4 +113,9 @@ CARD = Card(
     on_cpu={"decay": 0.5},
     planned="lightning_solo.techniques.weight_averaging.card:planned",
     footprint="lightning_solo.techniques.weight_averaging.card:footprint",
+    engines=answers(
+        ddp="it wasn't compared with one process",
+        fsdp="it wasn't compared on sharded weights",
+        zero3="the engine keeps the fp32 weights to itself",
+    ),
 )

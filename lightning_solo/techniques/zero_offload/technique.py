@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_solo.cards.card import resources
-from lightning_solo.cards.lightning_callbacks import refuse_callbacks
-from lightning_solo.cards.settings import TechniqueSettings
 from lightning_solo.checkpoint.folders import BESIDE, whole_folder
-from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.machine import host_memory
 from lightning_solo.memory.reading import free_device_bytes
 from lightning_solo.memory.sizes import host_bytes_of
-from lightning_solo.processes import environment
-from lightning_solo.seams import patches
-from lightning_solo.seams.homes import OfEitherHome, fabric_part
-from lightning_solo.seams.run import Run
-from lightning_solo.seams.strategy import begin, run_of
+from lightning_solo.seams.homes import fabric_part
+from lightning_solo.seams.zero_strategy import ZeroStrategy
 from lightning_solo.techniques.zero_offload.card import CARD, Settings
 from lightning_solo.units import format_bytes
 from lightning_solo.zero.budget import (
@@ -36,41 +28,17 @@ from lightning_solo.zero.budget import (
     layout_of,
     states_of,
 )
-from lightning_solo.zero.checkpoint import Group, frozen_names, groups_of, load_weights
+from lightning_solo.zero.checkpoint import Group
 from lightning_solo.zero.config import check_zero_section
-from lightning_solo.zero.deepspeed_internals import forget_process_group
 from lightning_solo.zero.disk import parameter_buffers, run_folder
 from lightning_solo.zero.extension import load_extension
+from lightning_solo.zero.host_optimizer import HostOptimizer
 from lightning_solo.zero.host_optimizer import host_optimizer as make_host_optimizer
 from lightning_solo.zero.layout import ZeroLayout, ZeroSettings
-from lightning_solo.zero.process import (
-    ONE_PROCESS,
-    close_process_group,
-    one_process,
-    open_process_group,
-    require_deepspeed,
-    require_device,
-    without_deprecations,
-)
-from lightning_solo.zero.refusals import (
-    ONE_OPTIMIZER,
-    refuse_clipping_by_value,
-    refuse_module,
-    refuse_trainer,
-    the_optimizer,
-)
-from lightning_solo.zero.run import EngineRun
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DeepSpeedStrategy
-
-    class Base(DeepSpeedStrategy, OfEitherHome): ...
-
-else:
-    Base = OfEitherHome
+from lightning_solo.zero.process import one_process, require_device
 
 
-class ZeroOffloadStrategy(Base, Settings):
+class ZeroOffloadStrategy(ZeroStrategy, Settings):
     """Train with the optimizer on the host, and at stage 3 with the weights there too.
 
     ``ZeroOffloadStrategy(...)`` is for the Trainer of ``lightning``; :func:`lightning_solo.seams.homes.for_home` gives
@@ -85,91 +53,30 @@ class ZeroOffloadStrategy(Base, Settings):
         PresetError: a value is impossible.
     """
 
-    base = "DeepSpeedStrategy"
-    config: Any
-    __setattr__ = object.__setattr__  # Lightning's strategy sets `config`
-    __delattr__ = object.__delattr__
+    name = "zero_offload"
 
     def _init_state(self) -> None:
         self.settings = Settings.from_settings(self)
-        require_deepspeed()
-        # Without a config Lightning would read PL_DEEPSPEED_CONFIG_PATH.
-        super(TechniqueSettings, self).__init__(  # type: ignore[call-arg]
-            config=self._new_config(),
-            cluster_environment=one_process(fabric_part(self.home, "plugins.environments").LightningEnvironment),
-            exclude_frozen_parameters=self.exclude_frozen_parameters,
-        )
-        self._opened_group: bool | None = None  # False: the user opened the process group
-        self._stack = ExitStack()
-        self._run: EngineRun | None = None
-        self._fitted: EngineRun | None = None  # the last training run after its end
-        self._clipped = False  # whether clip_gradients was called since the last step
+        self._folder: Path | None = None  # of a run, below nvme_path
+        environment = fabric_part(self.home, "plugins.environments").LightningEnvironment
+        self.start(cluster_environment=one_process(environment))
 
     def __repr__(self) -> str:
         return repr(self.settings).replace("Settings", "ZeroOffloadStrategy", 1)
 
-    def _new_config(self, folder: Path | None = None) -> dict[str, Any]:
-        """Return DeepSpeed's configuration; ``folder`` is the run's folder below ``nvme_path``, if that is set."""
+    def new_config(self) -> dict[str, Any]:
+        """Return DeepSpeed's configuration, with the run's folder below ``nvme_path`` if that is set."""
         merged: dict[str, Any] = self.settings.engine_config()
         check_zero_section(merged)
         for place in ("offload_optimizer", "offload_param"):
-            if folder is not None and place in merged["zero_optimization"]:
-                merged["zero_optimization"][place]["nvme_path"] = str(folder)
+            if self._folder is not None and place in merged["zero_optimization"]:
+                merged["zero_optimization"][place]["nvme_path"] = str(self._folder)
         return merged
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copies and pickles, without the engine."""
-        state = super().__getstate__()
-        if self._run is not None:
-            state |= {"_lightning_module": None, "_model": None, "_optimizers": [], "lr_scheduler_configs": []}
-        return state | {"_run": None, "_fitted": None, "_opened_group": None, "_clipped": False, "_stack": ExitStack()}
-
-    # --- one process ---
-
     @property
-    def root_device(self) -> torch.device:
-        """The device with an index, which DeepSpeed requires."""
-        device: torch.device = super().root_device
-        return torch.device("cpu", 0) if device.type == "cpu" else device
-
-    @property
-    def handles_gradient_accumulation(self) -> bool:
-        """False: Lightning counts the micro-batches, and also steps after a short last window."""
-        return False
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """False: Lightning loads the weights into the module before the engine is made."""
-        return False
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """True: Lightning loads the optimizer's states from its file, after the engine is made."""
+    def is_alone(self) -> bool:
+        """True: its Trainer has one device."""
         return True
-
-    @property
-    def _module(self) -> Any:
-        assert self.lightning_module is not None  # Lightning connects it before it calls anything here
-        return self.lightning_module
-
-    @property
-    def _trainer(self) -> Any:
-        return self._module.trainer
-
-    @property
-    def _active(self) -> Run:
-        run = run_of(self)
-        assert run is not None  # begun in setup_environment
-        return run
-
-    @property
-    def _training(self) -> EngineRun:
-        assert self._run is not None  # made in setup, before anything steps or saves
-        return self._run
-
-    def _configure_launcher(self) -> None:
-        # The parent's launcher would set a cluster's environment variables, and refuse notebooks.
-        self._launcher = None
 
     def setup_environment(self) -> None:
         """Open the process group, after checks of device and Trainer.
@@ -179,113 +86,34 @@ class ZeroOffloadStrategy(Base, Settings):
             ConflictError: the engine doesn't support an argument or a callback of the Trainer.
         """
         require_device(self.root_device, allow_cpu=self.allow_cpu)
-        refuse_trainer(self._trainer)
-        # Lightning's scheduler of accumulation refuses every DeepSpeedStrategy; this error has a remedy.
-        owned = resources(CARD.owns, self.settings) | {"accumulation_factor"}
-        refuse_callbacks("strategy=zero_offload", owned, self._trainer.callbacks)
-        run = begin(self, self._trainer)
-        run.window.gradients_stay = run.window.gradients_saved = False  # the engine takes them in backward
-        run.window.repeats = False  # a backward that fails leaves its buckets half full
+        self.prepare(resources(CARD.owns, self.settings))
         if self.nvme_path is not None:
             disk_budget(self.nvme_path)
             load_extension("async_io")
-        # Lightning would give every training loader a shuffling sampler for several processes.
-        run.undo.enter_context(patches.without_distributed_sampler(self._trainer))
-        self._trainer.accelerator.setup_device(self.root_device)
-        self.setup_distributed()
-
-    def setup_distributed(self) -> None:
-        """Open a process group of this process alone."""
-        self._stack.enter_context(environment(ONE_PROCESS))  # stage 3 asks for LOCAL_RANK in every forward
-        self._stack.enter_context(without_deprecations())
-        self.set_world_ranks()
-        self._process_group_backend = self._get_process_group_backend()
-        self._opened_group = open_process_group(self._process_group_backend) or bool(self._opened_group)
-
-    def teardown(self) -> None:
-        """Restore module, environment and process."""
-        try:
-            super().teardown()
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        """Destroy the engine and close the process group. A second call does nothing."""
-        run, self._run = self._run, None
-        try:
-            if run is not None:
-                self.model = self.lightning_module
-                if run.host is not None:
-                    self.optimizers = []
-                run.end()
-                if run.host is not None:  # for a save after the fit
-                    self._fitted, self.optimizers = run, [run.host.original]
-        finally:
-            opened, self._opened_group, self._clipped = self._opened_group, None, False
-            try:
-                if opened:
-                    close_process_group()
-                elif opened is False:
-                    forget_process_group()
-            finally:
-                self._stack.close()
-
-    # --- the engine ---
-
-    def model_sharded_context(self) -> Any:
-        """Do nothing: ``configure_model`` builds the whole module on the host, and the engine partitions it."""
-        return nullcontext()
 
     def setup(self, trainer: Any) -> None:
-        """Make a new engine for each run, since the Trainer's accumulation or clipping may have changed.
-
-        Raises:
-            BudgetError: the engine needs more host memory, device memory or disk space than is available.
-            ConflictError: ZeRO can't step the optimizers.
-        """
-        run = self._active
-        folder = None
+        """Make a new engine, whose files have a folder of their own."""
         if self.nvme_path is not None:
-            folder = self._stack.enter_context(run_folder(self.nvme_path))
-        self.config = self._new_config(folder)
-        self._config_initialized = False
-        if trainer.training:
-            self._fitted, self.optimizers = None, []  # frees the states of the last run before the new ones
-        precision: Any = self.precision_plugin
-        refuse_module(trainer.lightning_module, self.stage)
-        self._run = EngineRun(trainer.lightning_module, patches.weights_dtype(precision), self.root_device)
-        # Under DeepSpeed Lightning's clipping silently does nothing.
-        run.undo.enter_context(patches.clipping(precision, lambda _: self.clip_gradients))
+            self._folder = self._stack.enter_context(run_folder(self.nvme_path))
         super().setup(trainer)
 
     def init_deepspeed(self) -> None:
-        """Make the engine, without the parent's warning that it can't clip gradients."""
+        """Make the engine, with buffers for weights that are on disk."""
         if self.nvme_path is not None and self.offload_parameters:
             weights = self.config["zero_optimization"]["offload_param"]
             for name, value in parameter_buffers(self._module, self._training.dtype.itemsize).items():
                 weights.setdefault(name, value)  # the user's come first
-        if self._trainer.training:
-            self._initialize_deepspeed_train(self._module)
-        else:
-            self._training.evaluate(self.config)
-        self.model = self._training.engine
+        super().init_deepspeed()
 
-    def _initialize_deepspeed_train(self, model: nn.Module) -> None:
-        optimizer, configs = self._configured_optimizer()
-        groups = groups_of(optimizer)
-        host = make_host_optimizer(
-            optimizer,
-            [config.scheduler for config in configs],
-            self.host_optimizer,
-        )
+    def stepping_optimizer(self, optimizer: Optimizer, schedulers: list[Any], groups: Sequence[Group]) -> HostOptimizer:
+        """Return the optimizer that steps on the host, if its states have room there."""
+        host = make_host_optimizer(optimizer, schedulers, self.host_optimizer)
         if self.nvme_path is not None:
             # A step needs a buffer for master, gradient and each state of a group; DeepSpeed's 4 suffice for AdamW.
             place = self.config["zero_optimization"]["offload_optimizer"]
             place.setdefault("buffer_count", max(4, 2 + states_of(host.optimizer)))
-        self._require_room(model, groups, host.optimizer)
-        self._training.train(self.config, host, groups, accumulates=self._accumulates())
-        self.optimizers = [self._training.zero]
-        self.lr_scheduler_configs = configs
+        self._require_room(self._module, groups, host.optimizer)
+        return host
 
     def _require_room(self, model: nn.Module, groups: Sequence[Group], optimizer: Optimizer) -> None:
         layout = layout_of(
@@ -321,81 +149,9 @@ class ZeroOffloadStrategy(Base, Settings):
             f" memory, {format_bytes(layout.device_bytes)} on the device before activations"
         )
 
-    def _accumulates(self) -> bool:
-        return self._active.window.accumulates or not self._module.automatic_optimization
-
-    def _configured_optimizer(self) -> tuple[Any, list[Any]]:
-        try:
-            optimizers, configs = patches.new_optimizers(self.lightning_module, self.home)
-        except RuntimeError as error:
-            # Lightning advises to optimize manually, which is refused too.
-            if "multiple optimizers" not in str(error):
-                raise
-            raise ConflictError(f"strategy=zero_offload steps one optimizer, not several; {ONE_OPTIMIZER}") from None
-        return the_optimizer(optimizers), configs
-
-    # --- the step ---
-
-    def block_backward_sync(self) -> Any:
-        """Do nothing: there is no other process, and the engine refuses its own context."""
-        return nullcontext()
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the engine's backward. Lightning has already divided the loss by the accumulation factor."""
-        kwargs["scale_wrt_gas"] = False
-        loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._training.after_backward()
-        return loss
-
-    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip by the global norm in the next step; ``LightningModule.clip_gradients`` calls this.
-
-        Raises:
-            ConflictError: clipping by value.
-        """
-        refuse_clipping_by_value(clip_val, gradient_clip_algorithm)
-        self._training.clip_next_step(clip_val)
-        self._clipped = True
-
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step once for the window's micro-batches, unless every ``training_step`` returned None."""
-        module = model or self._module
-        result = closure()
-        patches.after_closure(self.precision_plugin, module, optimizer)
-        if module.automatic_optimization and not self._clipped:
-            warnings.warn(
-                "configure_gradient_clipping clipped nothing, since it didn't call self.clip_gradients(...): under"
-                " zero_offload the engine stores the gradients, and parameters have no .grad",
-                stacklevel=2,
-            )
-        self._clipped = False
-        self._training.step()
-        return result
-
-    # --- checkpoints ---
-
-    @property
-    def _saved(self) -> EngineRun | None:
-        """The run whose weights are saved: the current one, or the last training run."""
-        return self._run or self._fitted
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict with the fp32 masters, as a plain run would have it."""
-        state = self._module.state_dict() if self._saved is None else self._saved.state_dict()
-        left_out = frozen_names(self._module) if self.exclude_frozen_parameters else ()
-        return {key: value for key, value in state.items() if key not in left_out}
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state dict that the user's optimizer would have."""
-        run = self._run if self._fitted is None else self._fitted
-        assert run is not None  # by which there is an optimizer
-        return run.optimizer_state_dict()
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write the checkpoint as one file; with ``save_engine_directory`` write DeepSpeed's directory next to it."""
-        left_out = frozen_names(self._module) if self.exclude_frozen_parameters else []
-        checkpoint["zero_offload"] = {"left_out": left_out, **(self._saved.counters() if self._saved else {})}
-        self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
         if not self.save_engine_directory:
             return
         if self._run is None or self._run.host is None:
@@ -415,30 +171,3 @@ class ZeroOffloadStrategy(Base, Settings):
         super().remove_checkpoint(filepath)
         if not Path(filepath).exists():  # else it is kept
             shutil.rmtree(f"{filepath}{BESIDE}", ignore_errors=True)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint of one file, saved under any strategy; ``weights_only`` is True by default.
-
-        Raises:
-            CheckpointError: the path is a directory of DeepSpeed's engine.
-        """
-        if Path(checkpoint_path).is_dir():
-            raise CheckpointError(
-                f"{checkpoint_path} is a directory of DeepSpeed's engine, which holds pickled objects; load the plain"
-                f" file next to it, or start from its weights: lightning-solo export {checkpoint_path} --output"
-                " weights.pt"
-            )
-        safely = True if weights_only is None else weights_only
-        checkpoint: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=safely)
-        return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights into the module before the engine is made."""
-        assert self.lightning_module is not None
-        left_out = checkpoint.get("zero_offload", {}).get("left_out", ())
-        load_weights(self.lightning_module, checkpoint["state_dict"], left_out=left_out, strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load optimizer states of a plain run or one with ZeRO into the engine, and the masters in full precision."""
-        self._training.load_optimizer_state_dict(checkpoint["optimizer_states"][0], checkpoint["state_dict"])
-        self._training.set_counters(checkpoint.get("zero_offload", {}))

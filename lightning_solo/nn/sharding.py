@@ -1,0 +1,161 @@
+"""Shard a module over the processes of a mesh with FSDP2, without any code in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_solo.errors import ConflictError, listed
+
+
+def shard(
+    module: nn.Module,
+    mesh: Any,
+    blocks: Iterable[nn.Module],
+    *,
+    forward_methods: Iterable[str] = (),
+    reshard_after_forward: bool = True,
+) -> Callable[[], None]:
+    """Shard each block's parameters over a mesh, then all others of the module as one group.
+
+    A block with a parameter that is used outside of it too stays in the module's group.
+
+    Args:
+        module: becomes a `torch.distributed.fsdp.FSDPModule`, as its blocks do.
+        mesh: one-dimensional device mesh.
+        blocks: modules below ``module``, gathered one at a time.
+        forward_methods: methods of ``module`` besides ``forward`` that gather its weights when they are called.
+        reshard_after_forward: whether a block's weights are freed after its forward, and gathered again in backward.
+
+    Returns:
+        A function that makes the module plain again, with whole weights on the host; all processes must call it.
+
+    Raises:
+        ConflictError: a parameter of the module isn't sharded, and so each process would train its own.
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    alone = without_shared_parameters(module, list(dict.fromkeys(blocks)))
+    before = [(part, type(part), {**vars(part)}) for part in (*alone, module)]
+    for block in alone:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(module, mesh=mesh)
+    for name in forward_methods:
+        register_fsdp_forward_method(module, name)
+    require_sharded(module)
+    return partial(_restore, module, before)
+
+
+def _restore(module: nn.Module, before: Sequence[tuple[nn.Module, type, dict[str, Any]]]) -> None:
+    whole: dict[Tensor, nn.Parameter] = {}
+    for parameter in module.parameters():
+        value = parameter.detach()
+        value = (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+        whole[parameter] = nn.Parameter(value, parameter.requires_grad)
+    for part in module.modules():
+        own = vars(part)
+        own["_parameters"].update({key: whole[p] for key, p in own["_parameters"].items() if p is not None})
+        for name, hooks in own.items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                for key in [key for key, hook in hooks.items() if _is_fsdps(hook)]:
+                    del hooks[key]
+        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            own.pop(name, None)
+    for part, cls, attributes in before:
+        part.__class__ = cls
+        _module_state_mapping.pop(part, None)
+        new = {name: value for name, value in vars(part).items() if name not in attributes}
+        for name in [each for each, value in new.items() if each.startswith("__composable_api_") or _is_fsdps(value)]:
+            delattr(part, name)
+        for name, value in attributes.items():
+            if callable(value) and vars(part).get(name) is not value and _is_fsdps(vars(part).get(name)):
+                vars(part)[name] = value
+
+
+def _is_fsdps(value: Any) -> bool:
+    """Return whether FSDP2 has put a hook, a method or a state there."""
+    value = getattr(value, "hook", value)
+    kinds = [value, type(value), type(getattr(value, "__self__", None)), getattr(value, "__func__", None)]
+    code = getattr(getattr(value, "__func__", value), "__code__", None)
+    return any(str(getattr(each, "__module__", "")).startswith("torch.distributed.fsdp") for each in kinds) or (
+        code is not None and "_fully_shard" in code.co_filename
+    )
+
+
+def without_shared_parameters(module: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Return the blocks with parameters, none of which another part of the module has too."""
+    owners: dict[Tensor, set[int]] = {}
+    inside = {part for block in blocks for part in block.modules()}
+    for number, block in enumerate(blocks):
+        for parameter in block.parameters():
+            owners.setdefault(parameter, set()).add(number)
+    outside = {p for part in module.modules() if part not in inside for p in part.parameters(recurse=False)}
+    shared = outside | {p for p, numbers in owners.items() if len(numbers) > 1}
+    return [block for block in blocks if (own := set(block.parameters())) and not own & shared]
+
+
+def require_sharded(module: nn.Module) -> None:
+    """Refuse a module with a parameter that isn't sharded: no process would learn of another's gradient of it.
+
+    Raises:
+        ConflictError: names the parameters.
+    """
+    whole = [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+    if whole:
+        raise ConflictError(
+            f"FSDP2 and {listed(whole)}: not sharded, so that each process would train a weight of its own;"
+            " make these parameters in __init__ or configure_model, or take the preset ddp"
+        )
+
+
+def gathered(states: Any, keep: bool) -> Any:
+    """Return a nested state dict with whole tensors on the CPU in place of shards; all processes must call it.
+
+    ``keep``: whether this process keeps them; else tensors that were sharded are left out of mappings.
+    """
+    if isinstance(states, DTensor):
+        whole = states.full_tensor()
+        return whole.cpu() if keep else None
+    if isinstance(states, Tensor):
+        return states.detach().cpu()
+    if isinstance(states, Mapping):
+        return {key: gathered(value, keep) for key, value in states.items()}
+    if isinstance(states, list | tuple):
+        return type(states)(gathered(value, keep) for value in states)
+    return states
+
+
+def sharded_like(value: Any, parameter: Tensor) -> Any:
+    """Return a whole tensor as the shards of a parameter of its shape; anything else as it is."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    if isinstance(value, DTensor):
+        return value
+    return distribute_tensor(
+        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+
+
+def load_weights(module: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> Any:
+    """Load whole weights into a sharded module; each process takes its shards of them."""
+    own = dict(module.named_parameters(remove_duplicate=False))
+    placed = {name: sharded_like(value, own[name]) if name in own else value for name, value in weights.items()}
+    return module.load_state_dict(placed, strict=strict)
+
+
+def load_states(optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
+    """Load whole optimizer states, as a plain run saves them, into an optimizer of sharded parameters."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = [number for group in states["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=True))
+    placed = {
+        number: {name: sharded_like(value, by_number[number]) for name, value in state.items()}
+        for number, state in states["state"].items()
+    }
+    optimizer.load_state_dict({**states, "state": placed})

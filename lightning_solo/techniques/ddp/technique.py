@@ -1,0 +1,56 @@
+"""Train on several devices with all of the module on each, by Lightning's DDPStrategy."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from lightning_solo.cards.settings import TechniqueSettings
+from lightning_solo.seams.engines import SeveralDevices
+from lightning_solo.techniques.ddp.card import Settings
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    class Base(SeveralDevices, DDPStrategy): ...
+
+else:
+    Base = SeveralDevices
+
+
+class DataParallelStrategy(Base, Settings):
+    """Train on several devices with DistributedDataParallel.
+
+    Attributes:
+        settings: the arguments.
+    """
+
+    base = "DDPStrategy"
+    __setattr__ = object.__setattr__  # Lightning's strategy sets attributes
+    __delattr__ = object.__delattr__
+
+    def _init_state(self) -> None:
+        self.settings = Settings.from_settings(self)
+        super(TechniqueSettings, self).__init__(  # type: ignore[call-arg]
+            timeout=timedelta(seconds=self.timeout_s),
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+        )
+
+    def __repr__(self) -> str:
+        return repr(self.settings).replace("Settings", type(self).__name__, 1)
+
+    def setup_distributed(self) -> None:
+        """Open the process group."""
+        if self.is_alone:
+            self.set_world_ranks()
+            self.open_alone(self._get_process_group_backend())
+        else:
+            super().setup_distributed()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say how parameters without a gradient can be allowed."""
+        if "Expected to have finished reduction in the prior iteration" in str(exception):
+            exception.args = (
+                f"{exception}\nA parameter that is trained got no gradient; write strategy.find_unused_parameters=true",
+            )

@@ -1,0 +1,138 @@
+"""Shard weights, gradients and optimizer states over several devices by FSDP2, on Lightning's ModelParallelStrategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_solo.cards.settings import TechniqueSettings
+from lightning_solo.errors import NothingToDoError
+from lightning_solo.nn.blocks import named_blocks
+from lightning_solo.nn.sharding import gathered, load_states, load_weights, require_sharded, shard
+from lightning_solo.seams import patches
+from lightning_solo.seams.engines import SeveralDevices
+from lightning_solo.techniques.fsdp.card import Settings
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    class Base(SeveralDevices, ModelParallelStrategy): ...
+
+else:
+    Base = SeveralDevices
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+"""Methods of a LightningModule that Lightning calls, in place of forward."""
+
+
+class ShardedStrategy(Base, Settings):
+    """Train on several devices with FSDP2; the module needs no ``configure_model``.
+
+    Attributes:
+        settings: the arguments.
+
+    Raises:
+        ConflictError: a parameter of the module can't be sharded.
+    """
+
+    base = "ModelParallelStrategy"
+    __setattr__ = object.__setattr__  # Lightning's strategy sets attributes
+    __delattr__ = object.__delattr__
+
+    def _init_state(self) -> None:
+        self.settings = Settings.from_settings(self)
+        self._restore: Callable[[], None] | None = None
+        self._from_shards = False  # whether the last checkpoint that was read is a folder
+        super(TechniqueSettings, self).__init__(  # type: ignore[call-arg]
+            save_distributed_checkpoint=self.checkpoint == "folder",
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+
+    def __repr__(self) -> str:
+        return repr(self.settings).replace("Settings", type(self).__name__, 1)
+
+    @property
+    def _module(self) -> Any:
+        assert self.lightning_module is not None  # Lightning connects it before it calls anything here
+        return self.lightning_module
+
+    def _setup_distributed(self) -> None:
+        """Open the process group, over which all devices share the data."""
+        if self.is_alone:
+            self.set_world_ranks()
+            self.open_alone(self._get_process_group_backend())
+        else:
+            super()._setup_distributed()
+        self._data_parallel_size, self._tensor_parallel_size = self.world_size, 1
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the module, which is complete and changed by the techniques; its weights are on the host so far."""
+        module = self._module
+        try:
+            blocks = named_blocks(module, self.blocks, "strategy.blocks")
+        except NothingToDoError:
+            if self.blocks != "auto":
+                raise
+            blocks = {}  # one group
+        self._restore = shard(
+            module,
+            self.device_mesh["data_parallel"],
+            blocks.values(),
+            forward_methods=[name for name in STEPS if callable(getattr(module, name, None))],
+            reshard_after_forward=self.reshard_after_forward,
+        )
+        with patches.configures_its_model(module):
+            super().setup(trainer)
+        require_sharded(module)  # optimizers may have made others
+
+    def teardown(self) -> None:
+        """Make the module plain again, unless the run failed, after which other processes may have gone."""
+        restore, self._restore = self._restore, None
+        state = self._module.trainer.state
+        if restore is not None and (self.is_alone or state.status != "interrupted"):
+            restore()
+        super().teardown()
+
+    # --- checkpoints of one file ---
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Whether Lightning loads optimizer states, as it does from one file."""
+        return not self._from_shards
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights: whole ones in the first process, or each process's shards."""
+        if self.checkpoint == "folder":
+            return super().lightning_module_state_dict()
+        state = gathered(self._module.state_dict(), self.is_global_zero)
+        return state if self.is_global_zero else {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the states of an optimizer: whole ones in the first process, or each process's shards."""
+        if self.checkpoint == "folder":
+            return super().optimizer_state(optimizer)
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        states: dict[str, Any] = gathered(optimizer.state_dict(), self.is_global_zero)
+        return states
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint: one file of any strategy, or a folder of shards; ``weights_only`` is True by default."""
+        safely = True if weights_only is None else weights_only
+        self._from_shards = Path(checkpoint_path).is_dir()
+        if self._from_shards:
+            return super().load_checkpoint(checkpoint_path, safely)
+        checkpoint: dict[str, Any] = self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=safely)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this process's shards of whole weights; those of a folder are loaded already."""
+        if not self._from_shards:
+            load_weights(self._module, checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this process's shards of whole states."""
+        if not self._from_shards:
+            for optimizer, states in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                load_states(optimizer, states)

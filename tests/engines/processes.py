@@ -1,0 +1,163 @@
+"""Fits on two processes: a script that Lightning runs again in the second process, and its start from a test.
+
+``python -m tests.engines.processes NAME FOLDER ...`` calls the function NAME below in both processes; the first one
+saves what it returns to ``FOLDER/NAME.pt``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_solo as solo
+from lightning_solo.reference.byte_gpt import ByteGPT
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 900  # of a test's processes, on a machine that is busy
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "max_epochs": 1,
+}
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {"name": "ddp"},
+    "fsdp": {"name": "fsdp"},
+    "zero2": {"name": "zero3", "stage": 2},
+    "zero3": {"name": "zero3", "stage": 3},
+}
+
+
+def run(name: str, folder: Path, *arguments: str, limit_s: float = LIMIT_S) -> Any:
+    """Call a function of this file in two processes, and return what the first one returned.
+
+    Raises:
+        AssertionError: it failed; with the processes' output.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engines.processes", name, str(folder), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+    result = folder / f"{name}.pt"
+    assert result.exists(), done.stdout[-3000:] + done.stderr[-6000:]  # DeepSpeed may abort at the end
+    return torch.load(result, weights_only=True)
+
+
+class Losses(L.Callback):
+    """Collects the losses of batches, averaged over processes."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.values.append(float(trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean")))
+
+
+def texts(batch_size: int, rows: int = 32) -> DataLoader[Any]:
+    """Return rows of bytes for `gpt`, in order."""
+    generator = torch.Generator().manual_seed(5)
+    return DataLoader(torch.randint(0, 256, (rows, 17), generator=generator), batch_size=batch_size)  # type: ignore[arg-type]
+
+
+def gpt() -> ByteGPT:
+    """Return a byte GPT with tied weights, the same in each process."""
+    torch.manual_seed(3)
+    return ByteGPT(width=32, depth=3, heads=2, context=16, warmup_steps=1)
+
+
+def trained(
+    preset: Any,
+    folder: Path,
+    *,
+    devices: int = 2,
+    module: Any = None,
+    batches: Any = None,
+    callbacks: Sequence[Any] = (),
+    ckpt_path: Any = None,
+    **arguments: Any,
+) -> tuple[Any, list[float]]:
+    """Train under a preset, with the whole batch on one device or half of it on each of two."""
+    losses = Losses()
+    ours = solo.trainer_kwargs(preset, callbacks=[*callbacks, losses])
+    trainer = L.Trainer(**{**QUIET, "default_root_dir": str(folder), "devices": devices, **ours, **arguments})
+    trainer.fit(module or gpt(), batches or texts(8 // devices), ckpt_path=ckpt_path, weights_only=ckpt_path and True)
+    return trainer, losses.values
+
+
+def whole_weights(trainer: Any) -> dict[str, Tensor]:
+    """Return the whole weights in the first process; all processes must call it."""
+    weights: dict[str, Tensor] = trainer.strategy.lightning_module_state_dict()
+    return {name: value.detach().clone() for name, value in weights.items()}
+
+
+class AtEnd(L.Callback):
+    """Saves a checkpoint and keeps the whole weights when training ends, while the engine is still there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.weights = path, dict[str, Tensor]()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        self.weights = whole_weights(trainer)
+
+
+CLIPPED = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2}
+
+
+def losses(folder: Path, *engines: str) -> dict[str, Any]:
+    """Train under each engine, with clipping and accumulation, and save a checkpoint."""
+    results = {}
+    for engine in engines or ENGINES:
+        end = AtEnd(folder / f"{engine}.ckpt")
+        trainer, values = trained({"strategy": ENGINES[engine]}, folder, callbacks=[end], **CLIPPED)
+        results[engine] = {"losses": values, "weights": end.weights, "steps": trainer.global_step}
+    return results
+
+
+def resumed(folder: Path, *sources: str) -> dict[str, Any]:
+    """Resume each engine from the checkpoint of each source for a second epoch."""
+    results = {}
+    for engine, settings in ENGINES.items():
+        for source in sources:
+            path = folder / f"{source}.ckpt"
+            _, values = trained({"strategy": settings}, folder, ckpt_path=path, max_epochs=2, **CLIPPED)
+            results[f"{source}-{engine}"] = values
+    return results
+
+
+def main() -> None:
+    """Call the function that the command line names, and save what it returns."""
+    warnings.simplefilter("ignore")
+    name, folder, *arguments = sys.argv[1:]
+    call: Callable[..., Any] = globals()[name]
+    try:
+        result = call(Path(folder), *arguments)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # without waiting for the other process
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        torch.save(result, Path(folder) / f"{name}.part")
+        os.replace(Path(folder) / f"{name}.part", Path(folder) / f"{name}.pt")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""ShardedStrategy: modules that know nothing of it are sharded whole; several devices are in tests/engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from lightning_solo.errors import ConflictError, NothingToDoError
+from lightning_solo.nn.sharding import require_sharded, shard
+from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.techniques.fsdp.technique import ShardedStrategy
+from tests.messages import mentions
+from tests.modules import Stack, regression
+from tests.techniques.test_ddp import fitted
+from tests.training import equal
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Return a mesh of this process alone."""
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_each_block_is_a_group_and_tied_weights_are_the_roots(mesh: Any) -> None:
+    module = ByteGPT(width=16, depth=2, heads=2, context=8)
+    shard(module, mesh, module.blocks, forward_methods=["training_step"])
+    assert all(isinstance(p, DTensor) for p in module.parameters())
+    assert module.head.weight is module.embedding.weight
+    assert [type(block).__name__ for block in module.blocks] == ["FSDPBlock"] * 2
+    assert type(module).__name__ == "FSDPByteGPT"
+
+
+def test_the_module_is_as_before_once_it_is_restored(mesh: Any) -> None:
+    module, expected = ByteGPT(width=16, depth=2, heads=2, context=8), ByteGPT(width=16, depth=2, heads=2, context=8)
+    expected.load_state_dict(module.state_dict())
+    names = [set(vars(part)) for part in module.modules()]
+    hooks = [
+        sum(len(value) for key, value in vars(part).items() if key.endswith("_hooks")) for part in module.modules()
+    ]
+    restore = shard(module, mesh, module.blocks, forward_methods=["training_step"])
+    module(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    restore()
+    assert [set(vars(part)) for part in module.modules()] == names
+    assert hooks == [
+        sum(len(value) for key, value in vars(part).items() if key.endswith("_hooks")) for part in module.modules()
+    ]
+    assert type(module) is ByteGPT
+    assert not any(isinstance(p, DTensor) for p in module.parameters())
+    assert module.head.weight is module.embedding.weight
+    assert equal(expected, module)
+    shard(module, mesh, module.blocks)  # again
+
+
+def test_a_parameter_that_two_blocks_share_is_the_roots(mesh: Any) -> None:
+    module = Stack(blocks=2)
+    module.blocks[1].up.weight = module.blocks[0].up.weight
+    shard(module, mesh, module.blocks)
+    assert module.blocks[1].up.weight is module.blocks[0].up.weight
+    module(torch.randn(2, 8)).sum().backward()
+    assert module.blocks[0].up.weight.grad is not None
+
+
+def test_a_parameter_outside_of_the_shards_is_refused_by_name(mesh: Any) -> None:
+    module = Stack(blocks=2)
+    shard(module, mesh, module.blocks)
+    module.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConflictError, match=mentions("scale", "ddp")):
+        require_sharded(module)
+
+
+def test_a_parameter_made_after_sharding_is_refused_before_it_trains(tmp_path: Path) -> None:
+    module = regression(L, Stack(blocks=2))
+    optimizers = module.configure_optimizers
+
+    def late() -> Any:
+        module.scale = nn.Parameter(torch.ones(1))
+        return optimizers()
+
+    module.configure_optimizers = late
+    with pytest.raises(ConflictError, match=mentions("scale")):
+        fitted("fsdp", tmp_path, module=module, devices=1)
+
+
+def test_blocks_that_dont_exist_are_refused(tmp_path: Path) -> None:
+    assert ShardedStrategy(blocks=["Blok"]).settings.blocks == ["Blok"]
+    with pytest.raises(NothingToDoError, match="Blok"):
+        fitted("fsdp", tmp_path, overrides=["strategy.blocks=[Blok]"], devices=1)

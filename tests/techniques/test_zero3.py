@@ -1,0 +1,33 @@
+"""ZeroStageStrategy on one device; several are in tests/engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_solo.errors import ConflictError
+from lightning_solo.presets.compose import compose
+from lightning_solo.techniques.zero3.technique import ZeroStageStrategy
+from tests.messages import mentions
+from tests.techniques.test_ddp import fitted
+from tests.training import equal
+
+pytest.importorskip("deepspeed")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_device_trains_as_without_it(stage: int, tmp_path: Path) -> None:
+    plain, _ = fitted("baseline", tmp_path)
+    module, trainer = fitted(["zero3", "baseline"], tmp_path, overrides=[f"strategy.stage={stage}"], devices=1)
+    assert trainer.strategy.world_size == 1
+    assert isinstance(trainer.strategy, ZeroStageStrategy)
+    assert not torch.distributed.is_initialized()
+    assert equal(dict(plain.state_dict()), dict(module.state_dict()), 1e-6)
+
+
+def test_double_precision_is_refused() -> None:
+    with pytest.raises(ConflictError, match=mentions("strategy=zero3", "precision=32-true")):
+        compose("zero3", ["precision=64-true"])
