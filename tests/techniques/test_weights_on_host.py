@@ -522,6 +522,10 @@ def test_what_it_refuses(make_trainer: Make) -> None:
     module = module_of()
     module.net.blocks[1].compile(backend="eager")
     assert "net.blocks.1 is compiled" in refused(module=module)
+    module = module_of()
+    for number in range(BLOCKS):
+        module.net.blocks[number] = torch.compile(module.net.blocks[number])
+    assert "net.blocks.0 is compiled" in refused(module=module)
     scheduler = L.callbacks.GradientAccumulationScheduler({1: 2})
     assert "accumulate_grad_batches=2" in refused(scheduler, max_epochs=2)
     presets: list[dict[str, Any]] = [

@@ -127,7 +127,13 @@ class WeightsOnHost(ReleasedGradients, Settings):
         if ctx.training:
             super().transform(ctx)
             _refuse(ctx)
-        blocks = named_blocks(ctx.module, self.blocks, f"{OPTION}.blocks")
+        try:
+            blocks = named_blocks(ctx.module, self.blocks, f"{OPTION}.blocks")
+        except NothingToDoError:
+            compiled = {name: each for name, each in ctx.module.named_modules() if is_compiled(each)}
+            if len(compiled) > 1:  # which hide the blocks
+                _refuse_compiled(ctx.module, compiled)
+            raise
         _refuse_compiled(ctx.module, blocks)
         records = stream_blocks(blocks)
         ctx.undo.callback(self._leave, blocks)
