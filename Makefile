@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Tests start many processes: without files of bytecode each of these would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all simcuda kernels check docs gpu faults wheel ladder architectures clean
+.PHONY: demo test test-all simcuda kernels check docs gpu faults peers wheel ladder architectures clean
 
 # The environment: torch first and by the constraints, so that nothing pulls another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -96,6 +96,13 @@ gpu:
 FAULTS ?= kills,files,rows
 faults: $(VENV)/.installed
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -m tests.faults --parts $(FAULTS) --write examples/results/faults_cpu.json
+
+# One model trained by lightning-solo and by its peers, side by side, on an idle machine: an hour on two cores. Peers that
+# the tests don't need are installed into .venv-peers. `make peers PEERS="--parts time --rows torchao"` measures a part.
+PEERS ?=
+peers: $(VENV)/.installed
+	PYTHONPATH=. $(BIN)/python examples/compare_peers.py $(PEERS)
+	PYTHONPATH=. $(BIN)/python examples/plan_promises.py
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m build --wheel --outdir dist

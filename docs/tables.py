@@ -789,6 +789,126 @@ def fine_tuning_plans_table(result: dict[str, Any]) -> str:
     return table(["card", *ways], rows) + note(result, result["command"], explained)
 
 
+def peers_table(result: dict[str, Any]) -> str:
+    """Return what each peer takes for the same steps, grouped by the work; a peer that can't run has its reason."""
+    rows: list[list[str]] = []
+    for work in dict.fromkeys(row["work"] for row in result["rows"]):
+        rows.append([f"**{work}**", *[""] * 8])
+        for row in (row for row in result["rows"] if row["work"] == work):
+            if why := row.get("reason") or row.get("error"):
+                rows.append([row["name"], why.replace("|", "\\|"), *[""] * 6, _whole(row.get("lines"))])
+                continue
+            ratios = row.get("processor_ratio")
+            rows.append(
+                [
+                    row["name"],
+                    f"{row['processor_s'] * 1e3:.0f} ms" if "processor_s" in row else "",
+                    f"{statistics.median(ratios):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f})" if ratios else "",
+                    f"{row['peak_bytes'] / MiB:,.1f} MiB" if "peak_bytes" in row else "",
+                    f"{row['peak_resident'] / MiB:,.0f} MiB" if "peak_resident" in row else "",
+                    f"{row['loss']:.4f}" if "loss" in row else "",
+                    _whole(row.get("batch")),
+                    f"{row['parameters'] / 1e6:.1f}" if row.get("parameters") else "",
+                    _whole(row.get("lines")),
+                ]
+            )
+    sizes = result["sizes"]
+
+    def shape(name: str) -> str:
+        size = sizes[name]
+        return f"{size['DEPTH']} blocks of width {size['WIDTH']}, {size['BATCH']} x {size['CONTEXT']} tokens"
+
+    heads = ["peer", "step", "of ours", "tensors", "resident", "loss", "batch", "10⁶ parameters", "lines"]
+    explained = (
+        f"Step and loss: {shape('small')}; processor seconds of a step in one thread, median of the rounds; the time"
+        f" divided by that of the first row of its group in the same round (least to most); mean loss of the last 10 of"
+        f" {result['steps']} steps. Tensors and resident: {shape('large')}; peaks of the bytes that torch's allocator"
+        f" handed out, counted, and of the process. The largest batch, and the largest model at a batch of 1, whose"
+        f" tensors stay within {sizes['budget'] / MiB:.0f} MiB. Lines that differ from plain Lightning's script."
+    )
+    return table(heads, rows) + note(result, "make peers", explained)
+
+
+def _whole(number: int | None) -> str:
+    return "" if number is None else f"{number:,}"
+
+
+def promises_table(result: dict[str, Any]) -> str:
+    """Return each promise of the field's guides with its planned and its measured figure, and the measuring command."""
+    planned, counted = result["planned"], result["counted"]
+    ladder = {row["name"]: row["breakdown"] for row in _stored("ladder_cpu.json")["rows"]}
+    kept = {row["name"]: row for row in _stored("activations_cpu.json")["rows"]}
+    compact = {row["preset"]: row["in_all"] for row in _stored("compact_cpu.json")["states"]}
+    steps = {row["name"]: [step["peak"] for step in row["steps"]] for row in _stored("sequences_cpu.json")["rows"]}
+    whole = _stored("whole_ladder.json")
+    plain, mixed, recomputed = planned["activations"]
+    states_plain, states_mixed = planned["states_mixed"]
+    everything, again = kept["everything kept"], kept["blocks recomputed"]
+    share = {name: found / planned["parameters"] for name, found in planned["states"].items()}
+    seconds = planned["seconds"]
+    worst = max(abs(row["everything"] - row["plain"]) for row in whole["losses"])
+    spread = max(row["plain"] for row in whole["losses"]) - min(row["plain"] for row in whole["losses"])
+    saved = whole["rungs"][0]["peak_bytes"] / whole["rungs"][-1]["peak_bytes"]
+    flash, math = (steps[f"`{name}`"][-1] / steps[f"`{name}`"][0] for name in ("flash", "math"))
+    rows = [
+        [
+            "mixed precision halves memory",
+            f"`bf16`: activations {mixed / plain:.2f}, states {states_mixed / states_plain:.2f};"
+            f" `compact`: states {share['compact'] / share['AdamW']:.2f}",
+            f"activations {ladder['bf16']['activations'] / ladder['baseline']['activations']:.2f}, states"
+            f" {ladder['bf16']['optimizer_states'] / ladder['baseline']['optimizer_states']:.2f}; `compact`:"
+            f" {compact['compact'] / compact['baseline']:.2f}",
+            "`make ladder`, `python examples/measure_compact.py --only states`",
+        ],
+        [
+            "checkpointing saves 40 to 80 % of activations for a third more compute",
+            f"{1 - recomputed / mixed:.0%} less, {planned['flops'][1] / planned['flops'][0] - 1:.1%} more FLOPs",
+            f"{1 - again['device_bytes'] / everything['device_bytes']:.0%} less,"
+            f" {again['flops'] / everything['flops'] - 1:.1%} more FLOPs",
+            "`python examples/measure_activations.py`",
+        ],
+        [
+            "AdamW in 32 bits needs 16 bytes per parameter, 7 billion 112 GB; SGD half",
+            f"{share['AdamW']:.2f} and {share['SGD']:.2f} bytes; {planned['parameters'] / 1e9:.2f} billion:"
+            f" {planned['states']['AdamW'] / 1e9:.1f} and {planned['states']['SGD'] / 1e9:.1f} GB",
+            f"{counted['states']['AdamW']:.2f} and {counted['states']['SGD']:.2f} bytes",
+            "`python examples/plan_promises.py`",
+        ],
+        [
+            "a batch of 16 instead of 128 needs an eighth of the activations",
+            f"{planned['batches']['16'] / planned['batches']['128']:.4f}",
+            f"{counted['batches']['16'] / counted['batches']['128']:.4f}",
+            "`python examples/plan_promises.py`",
+        ],
+        [
+            "attention's memory grows with the tokens, not with their square",
+            f"{planned['lengths'][1] / planned['lengths'][0]:.2f} x for 4 x the tokens",
+            f"{flash:.2f} x for 4 x the tokens; kernel `math` {math:.1f} x",
+            "`python examples/measure_sequences.py`",
+        ],
+        [
+            "all techniques: 4 to 8, up to 20 times less memory, same accuracy",
+            f"{saved:.1f} x",
+            f"validation losses differ by at most {worst:.3f}, three seeds by {spread:.3f}",
+            "`python examples/plan_whole_ladder.py`",
+        ],
+        [
+            "offloading is the last resort and much slower",
+            f"a step of 16,384 tokens of an 8B: `compact_host` {seconds['compact_host'] / seconds['compact']:.2f} x the"
+            f" time of `compact`, `zero_offload` {seconds['zero_offload'] / seconds['compact']:.2f} x",
+            "needs a GPU",
+            "`make gpu PART=e`",
+        ],
+    ]
+    explained = f"Planned for the device `{result['device']}`; measured on a CPU."
+    return table(["promise", "planned", "measured", "measured by"], rows) + note(result, result["command"], explained)
+
+
+def _stored(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "examples" / "results" / name).read_text(encoding="utf-8"))
+    return found
+
+
 def longest_sequence_table(result: dict[str, Any]) -> str:
     """Return the longest sequences that fit a device, as planned."""
     plain: dict[str, int] = {}
@@ -1048,6 +1168,8 @@ TABLES = {
     "whole_ladder.json": whole_ladder_table,
     "fine_tuning_plans.json": fine_tuning_plans_table,
     "longest_sequence.json": longest_sequence_table,
+    "peers_cpu.json": peers_table,
+    "promises.json": promises_table,
     "sequences_cpu.json": sequences_table,
     "host_optimizers_cpu.json": host_optimizers_table,
     "kernels.json": kernels_table,

@@ -1,0 +1,111 @@
+"""The comparison with peers: its counter, its search, its changed lines, and, where it is long, two peers for real."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_solo.memory.ledger import Ledger
+from tests.pages import ROOT
+
+SCRIPT = ROOT / "examples" / "compare_peers.py"
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return importlib.import_module("compare_peers")
+
+
+def training() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(2):
+        model(torch.randn(32, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_counted_bytes_are_those_of_the_ledger(peers: Any) -> None:
+    older = torch.zeros(1000)
+
+    def run() -> None:
+        nonlocal older
+        older = torch.zeros(1)  # frees what is older than the count
+        training()
+
+    with Ledger() as ledger:
+        training()
+    assert peers.allocated_peak(run) == ledger.peak_bytes + 4
+
+
+@pytest.mark.parametrize("budget", [9, 16, 17, 100, 100_000])
+def test_the_largest_that_fits_is_found(peers: Any, budget: int) -> None:
+    asked = []
+
+    def peak(number: int) -> int:
+        asked.append(number)
+        return max(10 + 6 * number, 9 * number)
+
+    found = peers.largest(peak, budget)
+    assert found == max((n for n in range(1, 20_000) if peak(n) <= budget), default=0)
+
+
+def test_changed_lines_are_counted_against_plain_lightning(peers: Any) -> None:
+    lines = {row.name: peers.changed_lines(row) for row in peers.ROWS if row.script}
+    assert lines["Lightning"] == 0
+    assert lines["lightning-solo, `compact`"] == 2  # the import, and the preset's arguments
+    assert lines["transformers' Trainer, `gradient_checkpointing`"] == lines["transformers' Trainer"] + 1
+    assert min(count for name, count in lines.items() if not name.startswith(("lightning-solo", "Lightning"))) > 2
+
+
+def test_a_peer_that_refuses_the_installed_torch_is_a_reason(peers: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "mosaicml"
+    metadata = folder / "mosaicml-0.32.1.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    text = "Metadata-Version: 2.1\nName: mosaicml\nVersion: 0.32.1\nRequires-Dist: torch{}\n"
+    metadata.write_text(text.format("<2.7.1,>=2.6.0"))
+    assert "torch<2.7.1" in peers.unmet_pins(folder)
+    metadata.write_text(text.format(">=2.6.0"))
+    assert peers.unmet_pins(folder) == ""
+
+
+def test_the_first_preset_of_a_group_is_what_its_times_are_divided_by(
+    peers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row for row in peers.ROWS if row.name in ("Lightning", "lightning-solo, `baseline`")]
+    cost = {"lightning_trainer": 3.0, "lightning_solo_trainer": 2.0}
+    starts = {name: [seconds * number for number in range(10)] for name, seconds in cost.items()}
+    answer = {name: {"processor": times, "wall": times} for name, times in starts.items()}
+    monkeypatch.setattr(peers, "in_a_process", lambda part, row, sizes: answer[row.script])
+    entries: dict[str, dict[str, Any]] = {row.name: {} for row in rows}
+    peers.time_rows(rows, entries, rounds=3, steps=10)
+    assert entries["Lightning"]["processor_ratio"] == [1.5, 1.5, 1.5]
+    assert entries["lightning-solo, `baseline`"]["processor_s"] == 2.0
+
+
+@pytest.mark.long
+def test_two_peers_train_the_same_steps(tmp_path: Path) -> None:
+    path = tmp_path / "peers.json"
+    rows = ["`baseline` with `early", "PyTorch"]
+    command = [sys.executable, str(SCRIPT), "--parts", "loss", "bytes", "--steps", "6", "--write", str(path)]
+    done = subprocess.run([*command, "--rows", *rows], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    ours, theirs = found["lightning-solo, `baseline` with `early_zero_grad`"], found["PyTorch"]
+    assert ours["loss"] == theirs["loss"] != ours["first_loss"] == theirs["first_loss"]
+    assert ours["peak_bytes"] <= theirs["peak_bytes"] + 64  # a few numbers of Lightning's own
+
+
+def test_results_have_a_row_for_each_peer(peers: Any) -> None:
+    stored = json.loads((ROOT / "examples" / "results" / "peers_cpu.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["name"] for row in stored] == [row.name for row in peers.ROWS]
+    assert all(row.get("reason") or row.get("error") or row["peak_bytes"] for row in stored)
