@@ -793,11 +793,8 @@ def peers_table(result: dict[str, Any]) -> str:
     """Return what each peer takes for the same steps, grouped by the work; a peer that can't run has its reason."""
     rows: list[list[str]] = []
     for work in dict.fromkeys(row["work"] for row in result["rows"]):
-        rows.append([f"**{work}**", *[""] * 8])
+        rows.append([f"**{work}**", *[""] * 9])
         for row in (row for row in result["rows"] if row["work"] == work):
-            if why := row.get("reason") or row.get("error"):
-                rows.append([row["name"], why.replace("|", "\\|"), *[""] * 6, _whole(row.get("lines"))])
-                continue
             ratios = row.get("processor_ratio")
             rows.append(
                 [
@@ -810,6 +807,7 @@ def peers_table(result: dict[str, Any]) -> str:
                     _whole(row.get("batch")),
                     f"{row['parameters'] / 1e6:.1f}" if row.get("parameters") else "",
                     _whole(row.get("lines")),
+                    (row.get("reason") or row.get("error") or "").replace("|", "\\|"),
                 ]
             )
     sizes = result["sizes"]
@@ -818,7 +816,8 @@ def peers_table(result: dict[str, Any]) -> str:
         size = sizes[name]
         return f"{size['DEPTH']} blocks of width {size['WIDTH']}, {size['BATCH']} x {size['CONTEXT']} tokens"
 
-    heads = ["peer", "step", "of ours", "tensors", "resident", "loss", "batch", "10⁶ parameters", "lines"]
+    heads = ["peer", "step", "of ours", "tensors", "resident", "loss", "batch", "10⁶ parameters", "lines", "why not"]
+    shown = [number for number, column in enumerate(zip(*rows, strict=True)) if any(column)]  # measured so far
     explained = (
         f"Step and loss: {shape('small')}; processor seconds of a step in one thread, median of the rounds; the time"
         f" divided by that of the first row of its group in the same round (least to most); mean loss of the last 10 of"
@@ -826,7 +825,8 @@ def peers_table(result: dict[str, Any]) -> str:
         f" handed out, counted, and of the process. The largest batch, and the largest model at a batch of 1, whose"
         f" tensors stay within {sizes['budget'] / MiB:.0f} MiB. Lines that differ from plain Lightning's script."
     )
-    return table(heads, rows) + note(result, "make peers", explained)
+    cells = [[row[number] for number in shown] for row in rows]
+    return table([heads[number] for number in shown], cells) + note(result, "make peers", explained)
 
 
 def _whole(number: int | None) -> str:

@@ -3,7 +3,7 @@
 Each row of ROWS is a script in examples/peers, as a user of that peer would write it, run in processes of its own:
 
 loss    the mean loss of the last ten of 100 steps, and the peak resident set of a larger model's steps
-bytes   peak of the bytes that torch's allocator has handed out, counted one by one, in three steps of that model
+bytes   peak of the bytes that torch's allocator has handed out, counted one by one, in two steps of that model
 fits    the largest batch, and the deepest model, whose counted bytes stay within a budget
 time    processor seconds of a step in one thread: rounds that run all rows after each other, once there and once back
 
@@ -41,7 +41,7 @@ SCRIPTS = HERE / "peers"
 FOLDERS = HERE.parent / ".venv-peers"
 PARTS = ("loss", "bytes", "fits", "time")
 SMALL = {"WIDTH": 256, "DEPTH": 4, "BATCH": 4, "CONTEXT": 128}
-LARGE = {"WIDTH": 512, "DEPTH": 8, "BATCH": 8, "CONTEXT": 128}
+LARGE = {"WIDTH": 512, "DEPTH": 4, "BATCH": 8, "CONTEXT": 128}
 FITS = {"WIDTH": 256, "DEPTH": 4, "BATCH": 1, "CONTEXT": 128, "STEPS": 2}
 BUDGET = 128 * 2**20
 WARM_UP = 4
@@ -67,6 +67,7 @@ class Row:
 
 
 EARLY, BOTH = "+callback=early_zero_grad", "+callback=[early_zero_grad,activation_checkpointing]"
+BACK_END = "callback.compact_states.back_end="
 DEEPSPEED = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 ROWS = (
     Row("lightning-solo, `baseline`", "lightning_solo_trainer", FP32, {"preset": "baseline"}),
@@ -101,9 +102,21 @@ ROWS = (
         LOW,
         {"preset": "split_weights", "overrides": [EARLY]},
     ),
+    Row(
+        "lightning-solo, `compact` with `back_end=torchao_8bit`",
+        "lightning_solo_trainer",
+        LOW,
+        {"preset": "compact", "overrides": [BACK_END + "torchao_8bit"]},
+    ),
+    Row(
+        "lightning-solo, `compact` with `back_end=torchao_4bit`",
+        "lightning_solo_trainer",
+        LOW,
+        {"preset": "compact", "overrides": [BACK_END + "torchao_4bit"]},
+    ),
     Row("PyTorch, states in bf16", "pytorch_loop", LOW, {"dtype": "bfloat16"}),
-    Row("torchao, `AdamW8bit`", "torchao_loop", LOW, {"eps": 1e-6}),
-    Row("torchao, `AdamW4bit`", "torchao_loop", LOW, {"optimizer": "AdamW4bit", "eps": 1e-6}),
+    Row("torchao, `AdamW8bit`", "torchao_loop", LOW),
+    Row("torchao, `AdamW4bit`", "torchao_loop", LOW, {"optimizer": "AdamW4bit"}),
     Row("bitsandbytes, `AdamW8bit`", "bitsandbytes_loop", LOW),
     Row("DeepSpeed, ZeRO-2 with offload", "deepspeed_engine", LOW, {**DEEPSPEED, "optimizer": {}}),
     Row("FlashOptim, `FlashAdamW`", "flashoptim_loop", LOW, packages=("flashoptim", "triton==3.9.0")),
@@ -149,8 +162,8 @@ def unmet_pins(folder: Path) -> str:
             needed.marker is None or needed.marker.evaluate({"extra": ""})
         ):
             there = importlib.metadata.version(needed.name)
-            if not needed.specifier.contains(there.split("+")[0]):
-                return f"{package.name} {package.version} requires {needed}; here is {there}"
+            if unmet := [str(one) for one in needed.specifier if not one.contains(there.split("+")[0])]:
+                return f"{package.name} {package.version} requires {needed.name}{','.join(unmet)}; here is {there}"
     return ""
 
 
@@ -277,10 +290,11 @@ def measured(part: str, script: str, options: dict[str, Any], sizes: dict[str, i
         batch, depth = largest(lambda n: peak(BATCH=n), BUDGET), largest(lambda n: peak(DEPTH=n), BUDGET)
         project = importlib.import_module("project")
         vars(project).update(sizes, DEPTH=depth)
-        return {"batch": batch, "depth": depth, "parameters": sum(p.numel() for p in project.build().parameters())}
+        parameters = sum(p.numel() for p in project.build().parameters()) if depth else 0
+        return {"batch": batch, "depth": depth, "parameters": parameters}
     found = observed(script, options, sizes)
     if part == "loss":
-        observed(script, options, {**LARGE, "STEPS": 3})
+        observed(script, options, {**LARGE, "STEPS": 2})
     reading = read(torch.device(importlib.import_module("project").DEVICE))
     return found | {"peak_resident": reading.peak_resident, "peak_reserved": reading.peak_reserved}
 
@@ -316,7 +330,7 @@ def measure(part: str, row: Row, entry: dict[str, Any], steps: int) -> None:
                 **peaks,
             }
     elif part == "bytes":
-        found = in_a_process("bytes", row, {**LARGE, "STEPS": 3})
+        found = in_a_process("bytes", row, {**LARGE, "STEPS": 2})
     else:
         found = in_a_process("fits", row, FITS)
     entry.update(found)
@@ -355,7 +369,7 @@ def step_time(starts: list[float]) -> float:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rows", nargs="+", default=[""], help="parts of names; all rows by default")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100, help="of part loss")

@@ -108,4 +108,3 @@ def test_two_peers_train_the_same_steps(tmp_path: Path) -> None:
 def test_results_have_a_row_for_each_peer(peers: Any) -> None:
     stored = json.loads((ROOT / "examples" / "results" / "peers_cpu.json").read_text(encoding="utf-8"))["rows"]
     assert [row["name"] for row in stored] == [row.name for row in peers.ROWS]
-    assert all(row.get("reason") or row.get("error") or row["peak_bytes"] for row in stored)

@@ -16,7 +16,12 @@ from lightning_solo.reference.stdlib_text import read_splits, windows
 
 WIDTH, DEPTH, CONTEXT, BATCH, STEPS, SEED = 256, 4, 128, 8, 100, 1
 CLIP = 1.0  # norm of the gradients
-ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.95),
+    "weight_decay": 0.1,
+    "eps": 1e-6,
+}  # with 1e-8 torchao's 8-bit AdamW diverges
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

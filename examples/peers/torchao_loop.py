@@ -7,11 +7,9 @@ import torch
 import torchao.optim
 
 
-def main(optimizer: Any = "AdamW8bit", **options: Any) -> None:
+def main(optimizer: Any = "AdamW8bit") -> None:
     model = project.model().to(project.DEVICE, torch.bfloat16).train()
-    optimizer = getattr(torchao.optim, optimizer)(
-        model.parameters(), **project.ADAMW, **options, bf16_stochastic_round=True
-    )
+    optimizer = getattr(torchao.optim, optimizer)(model.parameters(), **project.ADAMW, bf16_stochastic_round=True)
     for _, batch in zip(range(project.STEPS), project.loader(), strict=False):
         loss = model(**{name: tensor.to(project.DEVICE) for name, tensor in batch.items()}).loss
         loss.backward()

@@ -15,6 +15,7 @@ def main(**options: Any) -> None:
         learning_rate=project.ADAMW["lr"],
         adam_beta1=project.ADAMW["betas"][0],
         adam_beta2=project.ADAMW["betas"][1],
+        adam_epsilon=project.ADAMW["eps"],
         weight_decay=project.ADAMW["weight_decay"],
         max_grad_norm=project.CLIP,
         lr_scheduler_type="constant",
