@@ -82,8 +82,9 @@ def _evaluate(annotation: ast.expr) -> Any:
 
 
 def parameters_of_class(cls: Callable[..., Any]) -> dict[str, Parameter] | None:
-    """Return the constructor arguments of a class, or None if it takes ``**kwargs``."""
+    """Return the constructor arguments of a class, or None if it, or a decorator of it, takes ``**kwargs``."""
     signature = inspect.signature(cls)
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values()):
+    outermost = inspect.signature(cls, follow_wrapped=False)  # a decorator may take more than what it decorates
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for s in (signature, outermost) for p in s.parameters.values()):
         return None
     return {name: Parameter(Any, p.default) for name, p in signature.parameters.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from lightning_solo.cards.arguments import REQUIRED, accepts, check_arguments, d
 from lightning_solo.cards.catalogue import built_in_cards
 from lightning_solo.errors import PresetError
 from lightning_solo.presets.registry import NAMES
-from lightning_solo.presets.signature import parameters
+from lightning_solo.presets.signature import parameters, parameters_of_class
 from tests.messages import mentions, nearest
 
 TARGETS = sorted({target for names in NAMES.values() for target in names.values()})
@@ -58,3 +59,19 @@ def test_missing_and_unknown_arguments_are_named() -> None:
         check_arguments({"lr": 1.0}, adam, "optimizer")
     with pytest.raises(PresetError, match=mentions("model: ", "write '+model.optimizer=${optimizer}'")):
         check_arguments({}, {"optimizer": adam["params"]}, "model")
+
+
+def test_class_takes_what_a_decorator_of_its_constructor_takes() -> None:
+    class Config:
+        def __init__(self, width: int = 1) -> None:
+            self.width = width
+
+    assert list(parameters_of_class(Config) or {}) == ["width"]
+    inner = Config.__init__
+
+    @functools.wraps(inner)
+    def outer(self: Config, *arguments: Any, labels: int = 0, **others: Any) -> None:
+        inner(self, *arguments, **others)
+
+    Config.__init__ = outer  # type: ignore[method-assign]
+    assert parameters_of_class(Config) is None  # configurations of transformers 5 are made so
