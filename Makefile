@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Tests start many processes: without files of bytecode each of these would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all simcuda kernels check docs gpu faults peers wheel ladder architectures clean
+.PHONY: demo test test-all simcuda kernels third_party check docs gpu faults peers wheel ladder architectures clean
 
 # The environment: torch first and by the constraints, so that nothing pulls another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -39,6 +39,7 @@ test-all: test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --timeout=1000 --numprocesses=2 -m "long and not gpu and not simcuda"
 	$(SIMULATED) -m "gpu or simcuda or any_device" tests
 	$(MAKE) kernels
+	$(MAKE) third_party
 
 # Triton beside the CPU build of torch, which would compile for it: an environment of its own, over that of the tests;
 # and Liger's kernels, which are written in it.
@@ -58,6 +59,24 @@ kernels: $(KERNELS)/.installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(KERNELS)/bin/python -m pytest tests/kernels --timeout=600 --numprocesses=2
 	PYTHONPATH=. $(KERNELS)/bin/python -m tests.simcuda examples/inductor_kernels.py --only sm_90
 	PYTHONPATH=. $(KERNELS)/bin/python examples/measure_kernels.py --check examples/results/kernels.json
+
+# Modules of libraries that others wrote, under every exact preset, in an environment of its own over that of the tests;
+# without dependencies, of which many want another torch. Takes some 5 minutes, and 0.7 GB on disk.
+THIRD_PARTY ?= .venv-third-party
+THIRD_PARTY_PACKAGES := neuralforecast==3.3.0 pytorch-forecasting==1.8.0 gluonts==0.17.0 replay-rec==0.22.0 \
+  pytorch-tabular==1.2.0 torch-geometric==2.8.1 diffusers==0.42.1 pandas==2.3.3 scipy==1.17.1 scikit-learn==1.9.1 \
+  scikit-base==1.2.0 joblib==1.6.0 threadpoolctl==3.8.0 pytz==2026.6 python-dateutil==4.0.0 six==1.17.0 \
+  tzdata==2026.6 toolz==1.2.0 coreforecast==0.0.20 utilsforecast==0.2.17 polars==2.1.0 polars-runtime-32==2.1.0 \
+  pyparsing==3.3.3 xxhash==4.1.0 importlib_metadata==10.2.0 zipp==4.1.2 ray==2.60.0 tornado==6.6.1
+$(THIRD_PARTY)/.installed: $(VENV)/.installed
+	$(BIN)/python -m venv $(THIRD_PARTY)
+	echo "import site; site.addsitedir('$$($(BIN)/python -c "$(PURELIB)")')" \
+	  > $$($(THIRD_PARTY)/bin/python -c "$(PURELIB)")/tests.pth
+	$(THIRD_PARTY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(THIRD_PARTY_PACKAGES)
+	touch $@
+
+third_party: $(THIRD_PARTY)/.installed
+	OMP_NUM_THREADS=1 $(THIRD_PARTY)/bin/python -m pytest tests/test_third_party.py --timeout=1000 --numprocesses=2 -m long
 
 check: $(VENV)/.installed
 	$(BIN)/ruff format --check .

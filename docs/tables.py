@@ -293,6 +293,29 @@ def architectures_table(result: dict[str, Any]) -> str:
     )
 
 
+def third_party_table(result: dict[str, Any]) -> str:
+    """Return for each module of another library the presets under which it is equal to the bit, and the refusals."""
+    rows = []
+    for name, presets in result["modules"].items():
+        library = next(each for each in result["libraries"] if name.startswith(f"{each}_"))
+        others = [preset for preset, found in presets.items() if found["result"] != "equal to the bit"]
+        words = {
+            preset: "without the preset, too, it fails in bf16"
+            if presets[preset]["result"].startswith("fails")
+            else THIRD_PARTY_REASONS[presets[preset]["why"].partition(":")[0]]
+            for preset in others
+        }
+        reasons = {why: ", ".join(f"`{p}`" for p in others if words[p] == why) for why in words.values()}
+        equal = f"{len(presets) - len(others)} of {len(presets)}"
+        explained = "; ".join(f"{why}: {names}" for why, names in reasons.items())
+        rows.append([library, f"`{name.removeprefix(f'{library}_')}`", equal, explained])
+    return table(["library", "module", "equal to the bit", "other presets"], rows) + note(result, result["command"])
+
+
+THIRD_PARTY_REASONS = {"NothingToDoError": "refused, no repeated blocks", "CapabilityError": "refused, needs a GPU"}
+"""Error -> what it means in the table of modules of other libraries."""
+
+
 def lightning_suite_table(result: dict[str, Any]) -> str:
     """Return how Lightning's own tests end with its strategy for one device, and with ours in its place."""
     kinds = ("passed", "skipped", "failure", "error")
@@ -1159,6 +1182,7 @@ TABLES = {
     "plan_order_cpu.json": plan_order_table,
     "planner_cpu.json": planner_table,
     "architectures_cpu.json": architectures_table,
+    "third_party_cpu.json": third_party_table,
     "lightning_suite.json": lightning_suite_table,
     "averaging_cpu.json": averaging_table,
     "moments_cpu.json": moments_table,

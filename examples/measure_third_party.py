@@ -3,17 +3,15 @@
     python examples/measure_third_party.py [--only gluonts_deepar,...] [--presets checkpointing,...] [--write]
 
 The modules are the files of `third_party/conf/experiment`; their data is generated. Each trains three steps under the
-preset, and three under the preset's precision alone. ``--write`` renews `results/third_party_cpu.json`. The libraries
-are installed by `make third_party`.
+preset, and three under the preset's precision alone. ``--write`` renews `results/third_party_cpu.json`, or with
+``--only`` these modules in it. `make third_party` installs the libraries, and compares their results with that file.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import logging
-import os
 import sys
 import tempfile
 import time
@@ -32,12 +30,12 @@ from torch import Tensor
 
 import lightning_solo as solo
 from lightning_solo.build import make
-from lightning_solo.cards.configuration import Configuration
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.files import preset_files
 
 FOLDER = Path(__file__).with_name("third_party")
 RESULTS = Path(__file__).with_name("results") / "third_party_cpu.json"
+COMMAND = "make third_party"
 STEPS = 3
 LIBRARIES = {
     "neuralforecast": "neuralforecast",
@@ -62,14 +60,24 @@ def names() -> list[str]:
     return sorted(path.stem for path in (FOLDER / "conf" / "experiment").glob("*.yaml"))
 
 
-def exact_presets() -> dict[str, Configuration]:
-    """Return the presets, by name, that consist of exact techniques alone."""
+def exact_presets() -> list[str]:
+    """Return the names of presets that consist of exact techniques alone."""
     composed = {name: compose(name) for name in preset_files()}
-    return {
-        name: config
+    return [
+        name
         for name, config in composed.items()
         if config.auto is None and all(part.card.exact for part in config.techniques)
-    }
+    ]
+
+
+def on_cpu(preset: str) -> list[str]:
+    """Return the overrides with which a preset's techniques run on a CPU."""
+    return [
+        f"callback.{part.card.name}.{key}={value}"
+        for part in compose(preset).techniques
+        for key, value in (part.card.on_cpu or {}).items()
+        if part.card.exact and key == "allow_cpu"
+    ]
 
 
 def parts_of(name: str) -> tuple[Any, Any]:
@@ -78,7 +86,7 @@ def parts_of(name: str) -> tuple[Any, Any]:
         sys.path.insert(0, str(FOLDER))
     node: Any = OmegaConf.to_container(OmegaConf.load(FOLDER / "conf" / "experiment" / f"{name}.yaml"), resolve=True)
     allow = [library_of(name), "generated_data"]
-    torch.manual_seed(0)
+    lightning.pytorch.seed_everything(0, verbose=False)
     module = make("model", node["model"], allow=allow)
     return module, make("data", node["data"], allow=allow)
 
@@ -93,7 +101,7 @@ class Losses(lightning.pytorch.Callback):
         self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
 
 
-def fit(name: str, precision: str | None, preset: Any = None) -> tuple[list[float], dict[str, Tensor]]:
+def fit(name: str, precision: str | None, preset: str | None = None) -> tuple[list[float], dict[str, Tensor]]:
     """Train a module and return its losses and its weights and buffers."""
     module, data = parts_of(name)
     home = pytorch_lightning if isinstance(module, pytorch_lightning.LightningModule) else lightning.pytorch
@@ -107,14 +115,13 @@ def fit(name: str, precision: str | None, preset: Any = None) -> tuple[list[floa
             "enable_model_summary": False,
             "limit_val_batches": 0,
             "default_root_dir": folder,
-            "enable_checkpointing": False,
         }
         if preset is None:
             kwargs: dict[str, Any] = {"precision": precision, "callbacks": [losses], "devices": 1}
         else:
             options = {"module": module, "batch": data} if preset == "auto" else {}
-            kwargs = solo.trainer_kwargs(preset, callbacks=[losses], lightning=home.__name__, **options)
-        torch.manual_seed(1)
+            kwargs = solo.trainer_kwargs(preset, on_cpu(preset), callbacks=[losses], lightning=home.__name__, **options)
+        lightning.pytorch.seed_everything(1, verbose=False)
         home.Trainer(**quiet, **kwargs).fit(module, data)
     weights = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
     return losses.losses, {key: value.detach().cpu().clone() for key, value in weights.items()}
@@ -135,6 +142,13 @@ def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return most
 
 
+def same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal to the bit; NaN equals NaN."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return one.dtype == other.dtype and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 class Row:
     """Trains one module under many presets; a fit without a preset runs once per precision."""
 
@@ -151,8 +165,9 @@ class Row:
                 self.plain[precision] = error
         return self.plain[precision]
 
-    def under(self, preset: Any, precision: str) -> dict[str, Any]:
+    def under(self, preset: str) -> dict[str, Any]:
         """Return how a fit under a preset compares with one without."""
+        precision = compose(preset).precision or "32-true"
         plain = self.without(precision)
         try:
             losses, weights = fit(self.name, precision, preset)
@@ -161,17 +176,13 @@ class Row:
         except Exception as error:
             if isinstance(plain, Exception) and type(plain) is type(error):
                 return {"result": "fails without the preset too", "why": words_of(plain)}
-            if os.environ.get("TRACE"):
-                import traceback
-
-                traceback.print_exc()
             return {"result": "failed", "why": words_of(error)}
         if isinstance(plain, Exception):
             return {"result": "trains, and fails without the preset", "why": words_of(plain)}
         if plain[1].keys() != weights.keys():
             return {"result": "failed", "why": f"other keys: {sorted(plain[1].keys() ^ weights.keys())[:5]}"}
         equal = [repr(x) for x in losses] == [repr(x) for x in plain[0]] and all(
-            torch.equal(value, weights[key]) or bool(torch.isnan(value).any()) for key, value in plain[1].items()
+            same(value, weights[key]) for key, value in plain[1].items()
         )
         if equal:
             return {"result": "equal to the bit"}
@@ -185,20 +196,18 @@ def quieten() -> None:
         logging.getLogger(home).setLevel(logging.ERROR)
 
 
-def measure(only: Sequence[str], presets: dict[str, Any]) -> dict[str, Any]:
+def measure(only: Sequence[str], presets: Sequence[str]) -> dict[str, Any]:
     """Return module -> preset -> result, and print each."""
     quieten()
     results: dict[str, Any] = {}
     for name in only:
         started = time.monotonic()
         row = Row(name)
-        results[name] = {
-            preset: row.under(preset, config.precision or "32-true" if config else "32-true")
-            for preset, config in presets.items()
-        }
+        results[name] = {preset: row.under(preset) for preset in presets}
         counts: dict[str, list[str]] = {}
         for preset, result in results[name].items():
-            counts.setdefault(f"{result['result']} {result.get('by', '')} {result.get('why', '')}".strip(), []).append(preset)
+            words = f"{result['result']} {result.get('by', '')} {result.get('why', '')}".strip()
+            counts.setdefault(words, []).append(preset)
         print(f"{name} ({time.monotonic() - started:.0f} s)", flush=True)
         for words, those in counts.items():
             print(f"    {', '.join(those)}: {words}", flush=True)
@@ -213,13 +222,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     line = parser.parse_args()
     only = line.only.split(",") if line.only else names()
-    presets: dict[str, Any] = exact_presets()
-    if line.presets:
-        presets = {name: compose(name) for name in line.presets.split(",")}
+    presets = line.presets.split(",") if line.presets else exact_presets()
     results = measure(only, presets)
     if line.write:
-        found = {library: version(LIBRARIES[library]) for library in sorted({library_of(name) for name in only})}
-        about = {"machine": machine(), "versions": {**versions(), **found}, "steps": STEPS}
+        if line.only:
+            results = {**json.loads(RESULTS.read_text())["modules"], **results}
+        found = {library: version(LIBRARIES[library]) for library in sorted({library_of(name) for name in results})}
+        about = {"machine": machine(), "versions": {**versions(), **found}, "steps": STEPS, "command": COMMAND}
+        about["libraries"] = sorted(found)
         RESULTS.write_text(json.dumps({**about, "modules": results}, indent=1, sort_keys=True) + "\n")
 
 

@@ -181,13 +181,12 @@ def interactions(form: str, length: int = 12, cardinality: int = 40) -> DataLoad
     present = torch.ones(ROWS, length, dtype=torch.bool)
     present[::2, :3] = False  # padding
     inputs, labels = items[:, :-1], items[:, 1:]
-    columns: dict[str, Any] = {
-        "sasrec": {"padding_mask": present, "target_padding_mask": present},
-        "bert4rec": {"pad_mask": present, "token_mask": integers(3, ROWS, length) > 0},
-        "new": {"padding_mask": present, "positive_labels": labels[..., None], "target_padding_mask": present[..., None]},
+    features, columns = {
+        "sasrec": ("feature_tensor", {"padding_mask": present, "target_padding_mask": present}),
+        "bert4rec": ("inputs", {"pad_mask": present, "token_mask": integers(3, ROWS, length) > 0}),
+        "new": ("feature_tensors", {"padding_mask": present, "target_padding_mask": present[..., None]}),
     }[form]
-    features = {"bert4rec": "inputs", "sasrec": "feature_tensor", "new": "feature_tensors"}[form]
-    columns = {"positive_labels": labels, **columns}
+    columns["positive_labels"] = labels[..., None] if form == "new" else labels
     rows = [
         {features: {"item_id": inputs[row]}, **{name: column[row] for name, column in columns.items()}}
         for row in range(ROWS)
@@ -208,9 +207,8 @@ def table_config(model: Any) -> Any:
     from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
 
     data = DataConfig(target=["y"], continuous_cols=[f"n{i}" for i in range(6)], categorical_cols=["a", "b"])
-    return OmegaConf.merge(
-        *(OmegaConf.to_container(OmegaConf.structured(each)) for each in (data, model, TrainerConfig(), OptimizerConfig()))
-    )
+    parts = (data, model, TrainerConfig(), OptimizerConfig())
+    return OmegaConf.merge(*(OmegaConf.to_container(OmegaConf.structured(part)) for part in parts))
 
 
 def table_columns() -> Any:
@@ -218,7 +216,5 @@ def table_columns() -> Any:
     from omegaconf import OmegaConf
     from pytorch_tabular.config import InferredConfig
 
-    inferred = InferredConfig(
-        categorical_dim=2, continuous_dim=6, output_dim=1, categorical_cardinality=[5, 5], embedding_dims=[(5, 3), (5, 3)]
-    )
-    return OmegaConf.structured(inferred)
+    sizes: dict[str, Any] = {"categorical_cardinality": [5, 5], "embedding_dims": [(5, 3), (5, 3)]}
+    return OmegaConf.structured(InferredConfig(categorical_dim=2, continuous_dim=6, output_dim=1, **sizes))

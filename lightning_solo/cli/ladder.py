@@ -31,6 +31,7 @@ from lightning_solo.ladder.ladder import Ladder
 from lightning_solo.ladder.rungs import BASELINE
 from lightning_solo.machine import versions
 from lightning_solo.report.write import write_report
+from lightning_solo.requirements import check_machine
 from lightning_solo.sweeps import results
 from lightning_solo.sweeps.application import application_of
 from lightning_solo.sweeps.display import Display
@@ -47,12 +48,16 @@ def rung(config: RungConfig) -> dict[str, Any]:
     from lightning_solo.ladder.measurement import Clock, counted_of, measure
 
     clock, checked = Clock(counted_of(config.steps)), config.checked
-    arguments = trainer_arguments(checked.solo, callbacks=[clock])
+    check_machine(checked.solo)
     import lightning as L
+
+    from lightning_solo.seams.homes import home_of
 
     L.seed_everything(config.seed, workers=True, verbose=False)
     model, data = build_parts(checked)
-    trainer = {**own_arguments(Path(config.folder)), **checked.trainer, **arguments}
+    home = home_of(model)
+    arguments = trainer_arguments(checked.solo, callbacks=[clock], lightning=home)
+    trainer = {**own_arguments(Path(config.folder), home), **checked.trainer, **arguments}
     measures = measure(model, data, trainer, clock, config.steps)
     return {**measures, "batch_argument": suggested_argument(checked, data)}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_solo.cli import INTERRUPTED
 from lightning_solo.cli.options import Parser, positive
-from lightning_solo.cli.trained_run import CHANGEABLE, open_run, trainer_of
+from lightning_solo.cli.trained_run import CHANGEABLE, open_run, rebuilt
 from lightning_solo.units import format_bytes
 
 TAKES = (
@@ -25,13 +25,11 @@ def run(arguments: Sequence[str]) -> int:
     size = None if options.batch_size is None else positive("--batch-size", options.batch_size, 64)
     trained = open_run(options.source, options.checkpoint, options.overrides, options.allow)
     output = options.out or options.source / "predictions"
-    from lightning_solo.cli.train import build_parts
     from lightning_solo.prediction.streaming import MANIFEST, refuse_others, write_predictions
 
     refuse_others(output, overwrite=options.force)
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = trainer_of(trained, Path(scratch))
-        module, data = build_parts(trained.checked)
+        trainer, module, data = rebuilt(trained, Path(scratch))
         try:
             manifest = write_predictions(
                 trainer,

@@ -128,33 +128,34 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
         print(f"{name}: costs {built_in_cards()[name].costs}".replace("``", ""))
     if safe:
         print("fault_tolerance=false leaves these techniques out")
+    check_machine(checked.solo)
+    import lightning as L
     from lightning.pytorch.callbacks import LambdaCallback
 
-    callbacks = [*watch, *plan_checks, *(load_class(built_in_cards()[name])() for name in safe)]
-    callbacks += [*averaging(checked), *checkpoint_callbacks(cfg, checked, run_folder), data_report(folder)]
-    began: list[Any] = []
-    callbacks.append(LambdaCallback(on_train_start=lambda *_: began.append(None)))
-    kwargs = trainer_arguments(checked.solo, callbacks=callbacks)
-    import lightning as L
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
-
     from lightning_solo.seams import patches
+    from lightning_solo.seams.homes import fabric_part, home_of, part
 
     quieten()
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     model, data = build_parts(checked)
-    for part in (model, data):
-        patches.change_logged_hyperparameters(part, without_secrets)
-    own = own_arguments(folder, resumes=checkpoint is not None)
+    for each in (model, data):
+        patches.change_logged_hyperparameters(each, without_secrets)
+    home = home_of(model)  # its Trainer accepts the module
+    misconfigured = fabric_part(home, "utilities.exceptions").MisconfigurationException
+    callbacks = [*watch, *plan_checks, *(load_class(built_in_cards()[name])() for name in safe)]
+    callbacks += [*averaging(checked), *checkpoint_callbacks(cfg, checked, run_folder, home), data_report(folder)]
+    began: list[Any] = []
+    callbacks.append(LambdaCallback(on_train_start=lambda *_: began.append(None)))
+    kwargs = trainer_arguments(checked.solo, callbacks=callbacks, lightning=home)
+    own = own_arguments(folder, home, resumes=checkpoint is not None)
     try:
-        trainer = L.Trainer(**{**own, **checked.trainer, **kwargs})
-    except (ImportError, MisconfigurationException, TypeError, ValueError) as error:
+        trainer = part(home, "trainer").Trainer(**{**own, **checked.trainer, **kwargs})
+    except (ImportError, misconfigured, TypeError, ValueError) as error:
         raise PresetError(f"trainer: {error}") from error
     started = time.monotonic()
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
-    except MisconfigurationException as error:
+    except misconfigured as error:
         raise PresetError(_unlogged(cfg.monitor, trainer.callback_metrics) or str(error)) from error
     except RuntimeError as error:
         if checkpoint is not None and str(error).startswith("Error(s) in loading state_dict"):
@@ -166,7 +167,8 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
             " self.save_hyperparameters(logger=False) in one"
         ) from error
     except SystemExit as exit_:
-        terminated = isinstance(exit_, SIGTERMException)  # Lightning's, whose status would be 0
+        sigterm = part(home, "utilities.exceptions").SIGTERMException  # Lightning's, whose status would be 0
+        terminated = isinstance(exit_, sigterm)
         interrupted = isinstance(exit_.__context__, KeyboardInterrupt)
         if not terminated and not interrupted and exit_.code not in (TERMINATED, INTERRUPTED):
             raise
@@ -324,29 +326,24 @@ def first_batch(checked: CheckedConfig) -> Any:
 
 def brings_data(model: Any) -> bool:
     """Return whether a module has a `train_dataloader`, which a data module would silently replace."""
-    import lightning as L
+    from lightning_solo.seams.homes import home_of, part
 
-    return type(model).train_dataloader is not L.LightningModule.train_dataloader
+    return bool(part(home_of(model), "utilities.model_helpers").is_overridden("train_dataloader", model))
 
 
-def own_arguments(folder: Path, *, resumes: bool = False) -> dict[str, Any]:
+def own_arguments(folder: Path, home: str = "lightning.pytorch", *, resumes: bool = False) -> dict[str, Any]:
     """Return the Trainer's folder and loggers."""
-    from lightning.pytorch.loggers import TensorBoardLogger
+    from lightning_solo.seams.homes import part
 
-    return {
-        "default_root_dir": str(folder),
-        "logger": [
-            csv_logger(folder, resumes=resumes),
-            TensorBoardLogger(str(folder), name="tensorboard", version=""),
-        ],
-    }
+    tensorboard = part(home, "loggers").TensorBoardLogger(str(folder), name="tensorboard", version="")
+    return {"default_root_dir": str(folder), "logger": [csv_logger(folder, home, resumes=resumes), tensorboard]}
 
 
-def csv_logger(folder: Path, *, resumes: bool) -> Any:
+def csv_logger(folder: Path, home: str = "lightning.pytorch", *, resumes: bool) -> Any:
     """Return the logger of ``csv/metrics.csv``; a resumed run continues the file, which Lightning would delete."""
-    from lightning.pytorch.loggers import CSVLogger
+    from lightning_solo.seams.homes import part
 
-    logger = CSVLogger(str(folder), name="csv", version="")
+    logger = part(home, "loggers").CSVLogger(str(folder), name="csv", version="")
     file = folder / "csv" / "metrics.csv"
     if not resumes or not file.exists():
         return logger
@@ -361,15 +358,16 @@ def csv_logger(folder: Path, *, resumes: bool) -> Any:
     return logger
 
 
-def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> list[Any]:
+def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder, home: str) -> list[Any]:
     """Return the callbacks that save the best and the last checkpoint, the last one also after Ctrl-C and errors."""
-    from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
+    from lightning.pytorch.callbacks import LambdaCallback
 
+    from lightning_solo.seams.homes import part
     from lightning_solo.seams.patches import correct_logged_steps
 
     ours = "name" in checked.model  # all of which log it
     monitor = ("validation/loss" if ours else None) if cfg.monitor == "auto" else cfg.monitor
-    best = ModelCheckpoint(
+    best = part(home, "callbacks").ModelCheckpoint(
         dirpath=str(run_folder.last.parent),
         filename="{step}",
         monitor=monitor,

@@ -177,8 +177,8 @@ def _as_trained(model: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     return {name: saved.get(name) if value is None else value for name, value in model.items()}
 
 
-def trainer_of(run: TrainedRun, folder: Path) -> Any:
-    """Return a Trainer with the run's preset, which neither logs nor saves.
+def rebuilt(run: TrainedRun, folder: Path) -> tuple[Any, Any, Any]:
+    """Return (Trainer, module, data) of a run with its preset; the Trainer neither logs nor saves.
 
     Args:
         run: the run.
@@ -191,17 +191,21 @@ def trainer_of(run: TrainedRun, folder: Path) -> Any:
     configuration = run.configuration()
     check_machine(configuration)
     import lightning as L
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     from lightning_solo.build import trainer_arguments
-    from lightning_solo.cli.train import quieten
+    from lightning_solo.cli.train import build_parts, quieten
+    from lightning_solo.seams.homes import fabric_part, home_of, part
 
     quieten()
     warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks used to create")
     L.seed_everything(run.seed, workers=True, verbose=False)
+    module, data = build_parts(run.checked)
+    home = home_of(module)
     silent = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
-    arguments = {"default_root_dir": str(folder), **run.checked.trainer, **trainer_arguments(configuration), **silent}
+    preset = trainer_arguments(configuration, lightning=home)
+    arguments = {"default_root_dir": str(folder), **run.checked.trainer, **preset, **silent}
+    misconfigured = fabric_part(home, "utilities.exceptions").MisconfigurationException
     try:
-        return L.Trainer(**arguments)
-    except (ImportError, MisconfigurationException, TypeError, ValueError) as error:
+        return part(home, "trainer").Trainer(**arguments), module, data
+    except (ImportError, misconfigured, TypeError, ValueError) as error:
         raise PresetError(f"trainer: {error}") from error

@@ -17,6 +17,7 @@ from lightning_solo.data.batch_size import size_of
 from lightning_solo.errors import PresetError
 from lightning_solo.memory.category_peaks import CategoryPeaks
 from lightning_solo.memory.reading import read
+from lightning_solo.seams.homes import home_of, part
 from lightning_solo.sweeps.results import loss_of
 
 COUNTED = 2
@@ -103,7 +104,7 @@ def measure(model: Any, data: Any, trainer: Mapping[str, Any], clock: Clock, ste
     Raises:
         PresetError: the loader has no batch.
     """
-    runner = L.Trainer(**{**trainer, **OWN_ARGUMENTS, "max_steps": steps})
+    runner = part(home_of(model), "trainer").Trainer(**{**trainer, **OWN_ARGUMENTS, "max_steps": steps})
     device = runner.strategy.root_device
     before = read(device)
     runner.fit(model, data)

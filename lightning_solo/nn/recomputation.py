@@ -292,6 +292,7 @@ class _Call:
         self.spec: Any = None  # None: all arguments are tensors by position, as most blocks are called
         # around the block's own operators only, not around those that compare its recomputation
         self.keeping, self.using = (_NOTHING, _NOTHING) if wrap.keep is None else wrap.keep.contexts()
+        self.order: list[int] | None = None  # of tensors that are passed several times
         self.host: _HostState | None = None  # from before the forward, if the forward changed it
 
     def forward(self, args: Any, kwargs: Any) -> Any:
@@ -302,6 +303,11 @@ class _Call:
             self.is_tensor = [isinstance(leaf, Tensor) for leaf in leaves]
             self.others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
             tensors = list(compress(leaves, self.is_tensor))
+        different = {id(tensor): tensor for tensor in tensors}
+        if len(different) < len(tensors):  # attention asks whether its key *is* its value
+            numbers = {key: number for number, key in enumerate(different)}
+            self.order = [numbers[id(tensor)] for tensor in tensors]
+            tensors = list(different.values())
         self.state = ForwardState([tensor.device for tensor in tensors] or [_device_of(self.block)])
         before = _HostState(self.block) if self.wrap.host_state else None
         versions = [_version(tensor) for tensor in tensors] if self.verify else []
@@ -328,10 +334,10 @@ class _Call:
     def recompute(self, *tensors: Tensor) -> None:
         """Run the block again under the state of its forward, and compare the results if `verify` is set."""
         self.wrap.recomputed = True
-        args: Any = tensors
+        args: Any = tensors if self.order is None else [tensors[number] for number in self.order]
         kwargs: dict[str, Any] = {}
         if self.spec is not None:
-            tensor, other = iter(tensors), iter(self.others)
+            tensor, other = iter(args), iter(self.others)
             leaves = [next(tensor if is_tensor else other) for is_tensor in self.is_tensor]
             args, kwargs = tree_unflatten(leaves, self.spec)
         if self.wrap.statistics is None:

@@ -15,12 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import LightningDataModule, LightningModule
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_solo.cli import predict
 from lightning_solo.cli import train as train_command
 from lightning_solo.cli.application import compose_application
-from lightning_solo.cli.command_line import CheckedConfig
+from lightning_solo.cli.command_line import CheckedConfig, check_config
+from lightning_solo.cli.ladder import rung
+from lightning_solo.cli.ladder_line import RungConfig
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.cli.train import build_parts, csv_logger, first_batch
 from lightning_solo.errors import CheckpointError, PresetError
@@ -368,6 +372,61 @@ def test_hyperparameters_of_module_and_data_that_differ_are_refused_without_a_tr
     monkeypatch.setattr(train_command, "build_parts", lambda checked: (Net(), Rows()))
     with pytest.raises(PresetError, match=mentions("Net and Rows", "batch_size", "save_hyperparameters(logger=False)")):
         train_command.train(compose_application(["experiment=quick", "trainer.val_check_interval=null"]), tmp_path)
+
+
+OF_THE_OTHER_PACKAGE = """
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader
+
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).square().mean()
+
+    def predict_step(self, batch, batch_idx):
+        return self.net(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def rows():
+    return DataLoader(torch.ones(8, 2), batch_size=4)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_module_of_pytorch_lightning_trains_resumes_predicts_and_climbs_the_ladder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "their_net.py").write_text(OF_THE_OTHER_PACKAGE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "net"
+    own = ["model=custom", "model._target_=their_net.Net", "data=custom", "data._target_=their_net.rows"]
+    own += [
+        "allow=[their_net]",
+        "trainer.val_check_interval=null",
+        "trainer.log_every_n_steps=1",
+        "+trainer.accelerator=cpu",
+        f"root={tmp_path}",
+    ]
+    for steps in (2, 4):
+        cfg = compose_application([*own, "run=net", f"trainer.max_steps={steps}", "resume=auto"])
+        HydraConfig.instance().set_config(cfg)
+        train_command.train(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]), folder)
+        assert steps_of(folder) == steps
+    assert (folder / "csv" / "metrics.csv").exists()
+    assert not [path for path in folder.rglob("*.ckpt") if path.parent.name != "checkpoints"]  # of another callback
+    monkeypatch.chdir(tmp_path)
+    assert predict.run([str(folder), "--allow", "their_net", "--format", "jsonl"]) == 0
+    assert len((folder / "predictions" / "predictions.jsonl").read_text().splitlines()) == 8
+    checked = check_config(compose_application(own))
+    assert rung(RungConfig(checked, seed=0, steps=2, folder=str(tmp_path)))["steps"] == 2
 
 
 @pytest.mark.long

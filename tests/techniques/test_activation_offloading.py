@@ -150,6 +150,28 @@ def test_of_recomputed_blocks_the_inputs_alone_are_moved(device: torch.device) -
     assert offloader.moved_bytes == offloader.host_bytes == BLOCKS * INPUT_BYTES
 
 
+class Attending(nn.Module):
+    """A block whose attention takes the same tensor several times, and asks for that by `is`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_a_tensor_that_a_block_takes_several_times_comes_back_as_one(device: torch.device) -> None:
+    torch.manual_seed(1)
+    net = nn.Sequential(*[Attending() for _ in range(3)]).to(device)
+    x = inputs(device)[None]
+    plain = gradients(net, x)
+    checkpoint_blocks({f"{number}": block.attention for number, block in enumerate(net)})
+    offloader = offloader_for(net)
+    assert equal(gradients(net, x, inputs_kept_in(offloader.saving)), plain)
+    assert offloader.moved_bytes == 3 * INPUT_BYTES
+
+
 @pytest.mark.parametrize("keep_on_device", [0, 3 * INPUT_BYTES, 3 * INPUT_BYTES + 1, 0.5, 10 * INPUT_BYTES, 1.0])
 def test_under_a_limit_the_first_inputs_are_moved_and_the_last_stay(
     device: torch.device, keep_on_device: int | float

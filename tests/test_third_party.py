@@ -1,0 +1,48 @@
+"""Modules of other libraries train under every exact preset as `examples/results/third_party_cpu.json` says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+MODULES = sorted(path.stem for path in (EXAMPLES / "third_party" / "conf" / "experiment").glob("*.yaml"))
+STORED: dict[str, Any] = json.loads((EXAMPLES / "results" / "third_party_cpu.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def third_party(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script that trains them."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("measure_third_party")
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of the libraries
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_trains_under_every_exact_preset_or_is_refused_with_its_reason(name: str, third_party: Any) -> None:
+    pytest.importorskip(third_party.library_of(name))
+    state = torch.random.get_rng_state()
+    results = third_party.measure([name], third_party.exact_presets())[name]
+    torch.random.set_rng_state(state)
+    assert {preset: result["result"] for preset, result in results.items()} == {
+        preset: result["result"] for preset, result in STORED["modules"][name].items()
+    }
+
+
+def test_no_module_differs_or_fails_under_an_exact_preset_and_each_refusal_says_what_to_write() -> None:
+    assert set(STORED["modules"]) == set(MODULES)
+    assert len(MODULES) >= 25
+    for name, presets in STORED["modules"].items():
+        assert any(result["result"] == "equal to the bit" for result in presets.values()), name
+        for preset, result in presets.items():
+            words = result.get("why", "")
+            assert result["result"] in ("equal to the bit", "refused", "fails without the preset too"), (name, preset)
+            if result["result"] == "refused":
+                assert re.search(r"write .*=|use ", words), words
