@@ -4,7 +4,8 @@
 
 The modules are the files of `third_party/conf/experiment`; their data is generated. Each trains three steps under the
 preset, and three under the preset's precision alone. ``--write`` renews `results/third_party_cpu.json`, or with
-``--only`` these modules in it. `make third_party` installs the libraries, and compares their results with that file.
+``--only`` and ``--presets`` these in it. `make third_party` installs the libraries, and compares their results with
+that file.
 """
 
 from __future__ import annotations
@@ -225,8 +226,9 @@ def main() -> None:
     presets = line.presets.split(",") if line.presets else exact_presets()
     results = measure(only, presets)
     if line.write:
-        if line.only:
-            results = {**json.loads(RESULTS.read_text())["modules"], **results}
+        if line.only or line.presets:
+            stored = json.loads(RESULTS.read_text())["modules"]
+            results = {**stored, **{name: {**stored.get(name, {}), **row} for name, row in results.items()}}
         found = {library: version(LIBRARIES[library]) for library in sorted({library_of(name) for name in results})}
         about = {"machine": machine(), "versions": {**versions(), **found}, "steps": STEPS, "command": COMMAND}
         about["libraries"] = sorted(found)
