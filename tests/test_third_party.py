@@ -43,6 +43,6 @@ def test_no_module_differs_or_fails_under_an_exact_preset_and_each_refusal_says_
         assert any(result["result"] == "equal to the bit" for result in presets.values()), name
         for preset, result in presets.items():
             words = result.get("why", "")
-            assert result["result"] in ("equal to the bit", "refused", "fails without the preset too"), (name, preset)
+            assert not result["result"].startswith(("differs", "failed", "trains")), (name, preset)
             if result["result"] == "refused":
-                assert re.search(r"write .*=|use ", words), words
+                assert re.search(r"write .*=|use bf16-mixed", words), words
