@@ -62,12 +62,12 @@ def names() -> list[str]:
 
 
 def exact_presets() -> list[str]:
-    """Return the names of presets that consist of exact techniques alone."""
+    """Return the names of presets for one device that consist of exact techniques alone."""
     composed = {name: compose(name) for name in preset_files()}
     return [
         name
         for name, config in composed.items()
-        if config.auto is None and all(part.card.exact for part in config.techniques)
+        if config.auto is None and config.strategy is None and all(part.card.exact for part in config.techniques)
     ]
 
 
