@@ -235,6 +235,11 @@ def has_recomputed(blocks: Iterable[nn.Module]) -> bool:
     return any(wrap.recomputed for block in blocks if (wrap := record_of(block, Wrap)) is not None)
 
 
+def moves_activations(module: nn.Module) -> bool:
+    """Return whether `inputs_kept_in` moves all saved tensors of a wrapped block in a module."""
+    return any(wrap.moves == ALL for block in module.modules() if (wrap := record_of(block, Wrap)) is not None)
+
+
 def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a wrapped block's forward; with gradients, save what its recomputation needs."""
     wrap, original = record_of(block, Wrap), original_forward(block, Wrap)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_solo.planner.bases import SOLVED, Bases
 from lightning_solo.planner.block_tables import block_table, problem_of
 from lightning_solo.planner.capture import Trace
 from lightning_solo.planner.device import CPU
+from lightning_solo.planner.fake_modules import empty_parameters
 from lightning_solo.planner.forks import run_in_forks
 from lightning_solo.planner.plan import TIGHT, Plan, with_host_memory
 from lightning_solo.planner.planner import Planner
@@ -31,7 +33,7 @@ from lightning_solo.planner.solver import (
     Movable,
     Problem,
     closest,
-    delay,
+    corrected,
     evaluate,
     solve,
 )
@@ -40,6 +42,7 @@ from lightning_solo.presets.writing import fields_of
 ROUNDS = 3  # in which the traced plan's difference from the tables corrects the budget
 ALL = 0.99  # of the bytes of slabs, which are padded: from here on no block's weights stay on the device
 STATES, WEIGHTS = "state_budget", "weight_budget"
+FIRST = "first states"  # those of weights before the first block, whose copies end backward: no operator hides them
 PASSES = {
     STATES: {(BACKWARD, UP): 1, (BACKWARD, DOWN): 1},
     WEIGHTS: {(FORWARD, UP): 1, (BACKWARD, UP): 1, (BACKWARD, DOWN): 1},
@@ -105,6 +108,7 @@ class _Solver:
         """Return the plan of the best choice, traced as a whole; its differences from the tables correct them."""
         problem = self._problem()
         tried: dict[str, tuple[tuple[bool, float], Configuration]] = {}
+        host = problem.host
         for _ in range(ROUNDS):
             try:
                 choice = solve(problem)
@@ -115,12 +119,16 @@ class _Solver:
             config = self._configured(choice)
             if repr(config) in tried:
                 break
-            needed, seconds = self._costs(config, self._trace(config))
-            lacking = max(0, needed - self._budget)
+            trace = self._trace(config)
+            needed, seconds = self._costs(config, trace)
+            lacking = max(0, needed - self._budget) + max(0, trace.host_bytes - (host or trace.host_bytes))
             tried[repr(config)] = (lacking > 0, lacking or seconds), config
-            factor = delay(problem, choice, self._without_launches * seconds)
-            budget = self._budget - (needed - choice.peak)
-            problem = replace(problem, budget=budget, bandwidth=problem.bandwidth / factor)
+            problem = corrected(problem, choice, self._without_launches * seconds)
+            problem = replace(
+                problem,
+                budget=self._budget - (needed - choice.peak),
+                host=None if host is None else host - max(0, trace.host_bytes - choice.host),
+            )
         _, config = min(tried.values(), key=lambda each: each[0])
         plan = _judged(self._planner.plan(SOLVED, config), self._bases)
         return replace(plan, configuration=fields_of(config))
@@ -149,13 +157,16 @@ class _Solver:
         self._without_launches = plain.seconds / costs[KEEP][1]
         problem = replace(problem, budget=self._budget - (costs[KEEP][0] - plain.peak))
 
-        def delay_of(
+        def exposed(
             problem: Problem, mode: str, seconds: float, away: Mapping[str, int] = MappingProxyType({})
         ) -> float:
-            return delay(problem, evaluate(problem, dict.fromkeys(names, mode), away), self._without_launches * seconds)
+            """Return the seconds in which operators wait for copies."""
+            planned = evaluate(problem, dict.fromkeys(names, mode), away).seconds
+            return max(0.0, self._without_launches * seconds - planned)
 
-        moving = [mode for mode in tables if mode in (HOST_INPUT, OFFLOAD)]
-        problem = replace(problem, delays={mode: delay_of(problem, mode, costs[mode][1]) for mode in moving})
+        waits = {}
+        for mode in tables.keys() & {HOST_INPUT, OFFLOAD}:
+            waits[mode] = exposed(problem, mode, costs[mode][1]) / sum(option.copied for option in tables[mode].options)
         self._resident = kept.log.breakdown(len(kept.log.events))
         movables: dict[str, Movable] = {}
         for part in traces.keys() & PASSES.keys() if RECOMPUTE in tables else ():
@@ -164,10 +175,24 @@ class _Solver:
             gone = tables[RECOMPUTE].base - block_table(traces[part], device).base
             movable = Movable(size, max(0, size - gone), self._passes(part))
             alone = replace(problem, movables={part: movable})
-            factor = delay_of(alone, RECOMPUTE, self._costs(configs[part], traces[part])[1], {part: size})
-            passes = {way: times * factor for way, times in movable.passes.items()}
-            movables[part] = replace(movable, passes=passes)
-        return replace(problem, movables=movables)
+            waited = exposed(alone, RECOMPUTE, self._costs(configs[part], traces[part])[1], {part: size})
+            first = int(size * self._share_before(names)) if part == STATES else 0
+            if first:
+                movables[FIRST] = Movable(first, 0, movable.passes, is_whole=True)
+                waits[FIRST] = waited / first
+            else:
+                waits[part] = waited / size
+            movables[part] = replace(movable, bytes=size - first)
+        return replace(problem, movables=movables, exposed=waits)
+
+    def _share_before(self, names: Sequence[str]) -> float:
+        """Return the share of trained weights before the first block's, and 1 % more, as slabs are padded."""
+        with empty_parameters():
+            module = self._planner.make()
+        of_blocks = {id(p) for name in names for p in module.get_submodule(name).parameters()}
+        trained = [p for p in module.parameters() if p.requires_grad]
+        first = sum(p.numel() for p in takewhile(lambda p: id(p) not in of_blocks, trained))
+        return min(1.01 * first / sum(p.numel() for p in trained), 1.0)
 
     def _passes(self, part: str) -> Mapping[tuple[str, str], int]:
         """Return how often each byte on the host passes the bus; released gradients are stepped in backward."""
@@ -214,7 +239,7 @@ class _Solver:
         by_mode = {mode: [name for name, one in choice.modes.items() if one == mode] for mode in MODES}
         by_mode = {mode: names for mode, names in by_mode.items() if names}
         config = self._base if by_mode.keys() <= {KEEP} else with_modes(self._base, by_mode)
-        if size := choice.away.get(STATES, 0):
+        if size := choice.away.get(STATES, 0) + choice.away.get(FIRST, 0):
             config = with_settings(config, state_budget=max(0, self._resident["optimizer_states"] - size))
         if size := choice.away.get(WEIGHTS, 0):
             left = None if size >= ALL * self._slabs else max(0, self._resident["weights"] - size)

@@ -23,7 +23,7 @@ UP, DOWN = "up", "down"  # to the device, to the host
 PRICE = 1e-4  # of a step, for changing all blocks: of two equal plans the simpler one is taken
 GAP = 5e-3  # of the seconds, within which the solver stops
 _PARTS = 8  # a movable is tried in steps of an eighth
-_IMPROVED = 3  # starts that are improved block by block; one for HiGHS
+_ROUNDING = 1e-8  # of the budget, which HiGHS may exceed by the tolerance of floating-point numbers
 _NO_COPIES = 1e6  # weight of copies' seconds with which blocks copy nothing if they can keep less otherwise
 _PAIRS = 8  # most blocks of which two are changed at once
 LIMIT_S = 0.8  # of the solver, which then has a choice, if not a proof
@@ -64,13 +64,14 @@ class Movable:
     Attributes:
         bytes: all of them.
         buffers: bytes on the device through which they pass, if a part is on the host.
-        passes: (phase, direction) -> number of times that each byte on the host passes the bus in a step, or more, if
-            copies wait for one another.
+        passes: (phase, direction) -> number of times that each byte on the host passes the bus in a step.
+        is_whole: whether all of them or none are on the host.
     """
 
     bytes: int
     buffers: int = 0
-    passes: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    passes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    is_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Problem:
         host: bytes of the host; None if they aren't limited.
         movables: by name.
         bandwidth: bytes per second of the bus, in each direction.
-        delays: mode -> factor by which its copies take longer than their bytes, because they wait for one another.
+        exposed: mode or movable -> seconds for each of its bytes on the host, in which operators wait for its copies.
     """
 
     calls: Sequence[Call]
@@ -101,7 +102,7 @@ class Problem:
     host: int | None = None
     movables: Mapping[str, Movable] = field(default_factory=dict)
     bandwidth: float = 1e12
-    delays: Mapping[str, float] = field(default_factory=dict)
+    exposed: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def options(self) -> dict[str, tuple[str, ...]]:
@@ -143,7 +144,8 @@ class _Tables:
             self._array(name) for name in ("kept", "forward", "backward", "copied")
         )
         self.forward_s, self.backward_s = self._array("forward_s"), self._array("backward_s")
-        self.on_bus = self.copied * np.array([problem.delays.get(mode, 1.0) for mode in self.modes])
+        self.waits = self.copied * np.array([problem.exposed.get(mode, 0.0) for mode in self.modes])
+        self.mode_s = self.forward_s + self.backward_s + self.waits
         self.rows = np.arange(len(problem.calls))
         self.prices = self._prices()
 
@@ -177,10 +179,10 @@ class _Tables:
         return float(self.copied[self.rows, columns[self.block_of]].sum() + sum(away.values()))
 
     def seconds(self, columns: Any, away: Mapping[str, float]) -> float:
-        """Return the seconds of a step; in each phase the longest of operators and copies in either direction."""
+        """Return the seconds of a step: waits, and in each phase the longest of operators and copies per direction."""
         problem, at = self.problem, (self.rows, columns[self.block_of])
-        copied = float(self.on_bus[at].sum())
-        total = 0.0
+        copied = float(self.copied[at].sum())
+        total = float(self.waits[at].sum()) + sum(size * problem.exposed.get(name, 0.0) for name, size in away.items())
         for phase in PHASES:
             computed = problem.other_s.get(phase, 0.0)
             if phase != STEP:
@@ -240,14 +242,19 @@ def evaluate(problem: Problem, modes: Mapping[str, str], away: Mapping[str, int]
     return tables.choice(columns, away or {})
 
 
-def delay(problem: Problem, choice: Choice, seconds: float) -> float:
-    """Return the factor of copies' time with which a choice takes ``seconds`` a step, between 1 and 16."""
-    low, high = 1.0, 16.0
-    for _ in range(12):
-        middle = (low + high) / 2
-        slower = evaluate(replace(problem, bandwidth=problem.bandwidth / middle), choice.modes, choice.away)
-        low, high = (middle, high) if slower.seconds < seconds else (low, middle)
-    return low
+def corrected(problem: Problem, choice: Choice, seconds: float) -> Problem:
+    """Return the problem in which a choice takes ``seconds``: the difference is shared by its bytes on the host."""
+    copied = dict.fromkeys(choice.modes.values(), 0)
+    for call in problem.calls:
+        copied[choice.modes[call.block]] += call.options[choice.modes[call.block]].copied
+    copied |= choice.away
+    if not (total := sum(copied.values())):
+        return problem
+    more = (seconds - choice.seconds) / total
+    known = problem.exposed
+    return replace(
+        problem, exposed={**known, **{name: max(known.get(name, 0.0) + more, 0.0) for name in copied if copied[name]}}
+    )
 
 
 def solve(problem: Problem, *, highs: bool | None = None) -> Choice:
@@ -282,19 +289,29 @@ def closest(problem: Problem, *, highs: bool | None = None) -> Choice:
 
 def _chosen(tables: _Tables, highs: bool | None) -> Choice | None:
     """Return the fastest choice that fits, or None; HiGHS improves the choice that a search finds."""
-    found = _by_search(tables, 1 if _has_highs(highs) else _IMPROVED)
-    best = tables.choice(*found) if tables.fits(*found) else None
-    problem, budget = tables.problem, tables.problem.budget
-    for _ in range(2 if _has_highs(highs) else 0):
-        found_by_highs = _by_highs(tables)
-        if found_by_highs is None:
-            break
-        choice = tables.choice(*found_by_highs)
-        if choice.peak <= budget:
-            return choice if best is None or choice.seconds < best.seconds else best
-        # the solution exceeds the budget by the tolerance of floating-point numbers
-        tables.problem = replace(problem, budget=tables.problem.budget - (choice.peak - budget))
-    return best
+    found = _by_search(tables)
+    if _has_highs(highs):
+        found = min(filter(None, (found, _by_highs(tables))), key=lambda each: tables.rank(*each))
+    return tables.choice(_spread(tables, *found), found[1]) if tables.fits(*found) else None
+
+
+def _spread(tables: _Tables, columns: Any, away: Mapping[str, float]) -> Any:
+    """Return the choice with blocks that copy evenly among the others, if it is as good.
+
+    Between two that copy, the bus has time for their copies.
+    """
+    copies = tables.copied.any(axis=0)[columns]
+    count, moved = len(columns), int(copies.sum())
+    places = [number for number in range(count) if (number + 1) * moved // count > number * moved // count]
+    spread = np.empty_like(columns)
+    spread[places] = columns[copies]
+    spread[[number for number in range(count) if number not in places]] = columns[~copies]
+    allowed = tables.allowed[np.arange(count), spread].all()
+    slack = PRICE * tables.seconds(columns, away)
+    is_good = (
+        allowed and tables.fits(spread, away) and tables.seconds(spread, away) <= tables.seconds(columns, away) + slack
+    )
+    return spread if is_good else columns
 
 
 def _has_highs(highs: bool | None) -> bool:
@@ -397,7 +414,7 @@ def _program(tables: _Tables, *, shortage: bool) -> tuple[_Program, list[dict[in
     for number, calls in enumerate(of_block):
         options = {}
         for mode in np.flatnonzero(tables.allowed[number]):
-            seconds = (tables.forward_s + tables.backward_s)[calls, mode].sum() + tables.prices[number, mode]
+            seconds = tables.mode_s[calls, mode].sum() + tables.prices[number, mode]
             options[int(mode)] = program.variable(time * float(seconds), 1.0, whole=True)
         program.equal(dict.fromkeys(options.values(), 1.0), 1.0)
         chosen.append(options)
@@ -405,9 +422,10 @@ def _program(tables: _Tables, *, shortage: bool) -> tuple[_Program, list[dict[in
     away: dict[str, int] = {}
     base: dict[int, float] = {}
     for name, movable in problem.movables.items():
-        away[name] = program.variable(0.0, movable.bytes / unit)
+        away[name] = program.variable(time * problem.exposed.get(name, 0.0) * unit, movable.bytes / unit)
         any_away = program.variable(0.0, 1.0, whole=True)
-        program.at_most({away[name]: 1.0, any_away: -movable.bytes / unit}, 0.0)
+        row = {away[name]: 1.0, any_away: -movable.bytes / unit}
+        (program.equal if movable.is_whole else program.at_most)(row, 0.0)
         base[away[name]], base[any_away] = -1.0, movable.buffers / unit
 
     def terms(table: Any, call: int) -> Iterator[tuple[int, float]]:
@@ -433,7 +451,8 @@ def _program(tables: _Tables, *, shortage: bool) -> tuple[_Program, list[dict[in
         program.equal(row, 0.0)
         return total
 
-    room = problem.budget - problem.base
+    budget = problem.budget * (1 - _ROUNDING)
+    room = budget - problem.base
     alive: int | None = None
     for call in range(len(problem.calls)):
         memory([*total(alive), *terms(tables.forward, call)], room)
@@ -443,7 +462,7 @@ def _program(tables: _Tables, *, shortage: bool) -> tuple[_Program, list[dict[in
     for call in reversed(problem.order):
         alive = after(alive, call)
         memory([*total(alive), *terms(tables.backward, call)], room)
-    memory([], problem.budget - problem.step)
+    memory([], budget - problem.step)
     copied = [term for call in range(len(problem.calls)) for term in terms(tables.copied, call)]
     if problem.host is not None:
         row = {lacks[1]: -1.0, **dict.fromkeys(away.values(), 1.0)}
@@ -460,7 +479,7 @@ def _program(tables: _Tables, *, shortage: bool) -> tuple[_Program, list[dict[in
         }
         if (phase, way) in ((FORWARD, DOWN), (BACKWARD, UP)):
             for call in range(len(problem.calls)):
-                for variable, value in terms(tables.on_bus, call):
+                for variable, value in terms(tables.copied, call):
                     row[variable] = row.get(variable, 0.0) + value / problem.bandwidth
         if not row:
             continue
@@ -476,23 +495,26 @@ def _program(tables: _Tables, *, shortage: bool) -> tuple[_Program, list[dict[in
 # --- by a search ---
 
 
-def _by_search(tables: _Tables, improved: int = _IMPROVED) -> tuple[Any, dict[str, float]]:
+def _by_search(tables: _Tables) -> tuple[Any, dict[str, float]]:
     """Return the best choice of a search by a price per byte, improved block by block; if none fits, the nearest.
 
     Under a price, each block takes the mode that is cheapest in seconds and bytes. The least price that fits gives a
     choice for equal and unequal blocks alike; then single blocks take a faster mode as long as it fits.
     """
     problem = tables.problem
-    shares = [[size / _PARTS * each.bytes for size in range(_PARTS + 1)] for each in problem.movables.values()]
+    shares = [
+        [size / parts * each.bytes for size in range(parts + 1)]
+        for each in problem.movables.values()
+        for parts in (1 if each.is_whole else _PARTS,)
+    ]
     starts: list[tuple[Any, dict[str, float]]] = []
     for sizes in product(*shares):
         away = {name: size for name, size in zip(problem.movables, sizes, strict=True) if size}
         for weight in (0.0, 1.0, _NO_COPIES) if tables.copied.any() else (0.0,):
             columns = _priced(tables, away, weight)
             starts.append((columns, _sent_away(tables, columns, away)))
-    starts.sort(key=lambda start: tables.rank(*start))
-    ends = [(_improved(tables, *start), start[1]) for start in starts[:improved]]
-    columns, away = min(ends, key=lambda each: tables.rank(*each))
+    columns, away = min(starts, key=lambda start: tables.rank(*start))
+    columns = _improved(tables, columns, away)
     return columns, _brought_back(tables, columns, away)
 
 
@@ -503,9 +525,7 @@ def _priced(tables: _Tables, away: Mapping[str, float], weight: float) -> Any:
     def summed(table: Any) -> Any:
         return np.array([table[tables.block_of == block].sum(axis=0) for block in blocks])
 
-    seconds = (
-        summed(tables.forward_s + tables.backward_s) + weight * 2 * summed(tables.on_bus) / tables.problem.bandwidth
-    )
+    seconds = summed(tables.mode_s) + weight * 2 * summed(tables.copied) / tables.problem.bandwidth
     seconds = np.where(tables.allowed, seconds, np.inf)
     kept = summed(tables.kept)
     ratios = {0.0}
@@ -551,7 +571,7 @@ def _sent_away(tables: _Tables, columns: Any, away: Mapping[str, float]) -> dict
     sent = dict(away)
     for name, movable in tables.problem.movables.items():
         device, host = tables.missing(columns, sent)
-        if not device or host or not sent.get(name):
+        if not device or host or not sent.get(name) or movable.is_whole:
             continue
         more = {**sent, name: min(sent[name] + device, movable.bytes)}
         sent = more if tables.missing(columns, more)[1] == 0 else sent
@@ -562,6 +582,7 @@ def _brought_back(tables: _Tables, columns: Any, away: Mapping[str, float]) -> d
     """Return the bytes on the host after as many as fit have come back to the device."""
     left = dict(away)
     for name in left:
-        room = tables.problem.budget - tables.peak(columns, left)
-        left[name] = max(left[name] - max(room, 0.0), 0.0)
+        room = max(tables.problem.budget - tables.peak(columns, left), 0.0)
+        if not tables.problem.movables[name].is_whole or room >= left[name]:
+            left[name] = max(left[name] - room, 0.0)
     return {name: size for name, size in left.items() if size}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -90,31 +91,41 @@ def test_choice_becomes_a_preset_of_modes_and_budgets() -> None:
     assert compose(fields_of(every)) == every
 
 
-def test_traced_peak_above_the_tables_corrects_the_next_round(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("budget", "host", "more"), [(1050, None, 30), (10**6, 250, 0)])
+def test_traced_bytes_above_the_tables_correct_the_next_round(
+    monkeypatch: pytest.MonkeyPatch, budget: int, host: int | None, more: int
+) -> None:
     base = replace(compose("baseline"), precision="32-true")
-    planner = Planner(make, text(4), {}, device("cpu"), 1050)
+    planner = Planner(make, text(4), {}, device("cpu"), budget)
     solver = _Solver(planner, Bases({"baseline": base}, accept_tight=True), base)
-    options = {"keep": Option(100, 100, 5, 1, 2), "recompute": Option(0, 20, 100, 1, 3)}
+    options = {
+        "keep": Option(100, 100, 5, 1, 2, 0 if host is None else 60),
+        "recompute": Option(0, 20, 100, 1, 3),
+    }
     calls = [Call(name, options) for name in NAMES]
-    problem = Problem(calls, [3, 2, 1, 0], 700, 0, 0, {}, 1050)
+    problem = Problem(calls, [3, 2, 1, 0], 700, 0, 0, {}, budget, host)
     tried: list[int] = []
 
-    def costs(arranged: Any, config: Any) -> tuple[int, float]:
+    def costs(arranged: Any, trace: SimpleNamespace) -> tuple[int, float]:
+        tried.append(trace.kept)
+        return 730 + 100 * trace.kept + (70 + more if trace.kept < 4 else 0), 12.0 - trace.kept
+
+    def captured(config: Any) -> SimpleNamespace:
         modes = [each.settings.modes for each in config.techniques if each.card.solved == "modes"]
         kept = len(modes[0].get("keep", ())) if modes else 4
-        tried.append(kept)
-        return 730 + 100 * kept + (100 if kept < 4 else 0), 12.0 - kept  # 30 more than the tables say
+        return SimpleNamespace(kept=kept, host_bytes=kept * 63 + 10)  # the tables say 60
 
     monkeypatch.setattr(solver, "_problem", lambda: problem)
     monkeypatch.setattr("lightning_solo.planner.solved_plan.arrange", lambda config, trainer: config)
-    monkeypatch.setattr(planner, "captured", lambda config: config)
+    monkeypatch.setattr(planner, "captured", captured)
     monkeypatch.setattr(planner, "costs", costs)
     monkeypatch.setattr(
-        planner, "plan", lambda name, config: plan_with(preset=name, needed_bytes=costs(None, config)[0])
+        planner, "plan", lambda name, config: plan_with(preset=name, needed_bytes=costs(None, captured(config))[0])
     )
     plan = solver.plan()
     assert tried[0] > tried[1], tried
     assert plan.needed_bytes <= planner.budget
+    assert host is None or tried[-1] * 63 + 10 <= host
 
 
 @pytest.mark.long

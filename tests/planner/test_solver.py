@@ -21,7 +21,7 @@ from lightning_solo.planner.solver import (
     _by_highs,
     _Tables,
     closest,
-    delay,
+    corrected,
     evaluate,
     solve,
 )
@@ -186,21 +186,62 @@ def test_forward_and_optimizer_step_are_within_the_budget() -> None:
         assert tables.choice(*found).peak <= problem.budget
 
 
-def test_delays_slow_copies_and_buffers_stay_on_the_device() -> None:
+def test_exposed_copies_take_time_and_buffers_stay_on_the_device() -> None:
     call = Call("one", {"offload": Option(10, 10, 10, 1, 2, copied=8)})
     movables = {"states": Movable(50, buffers=7)}
-    problem = Problem([call], [0], 100, 0, 0, {}, 200, None, movables, 1.0, {"offload": 2.0})
-    assert evaluate(problem, {"one": "offload"}).seconds == 16 + 16  # 2 x 8 bytes, each way
-    assert evaluate(problem, {"one": "offload"}, {"states": 50}).peak == 100 + 20 - 50 + 7
+    problem = Problem([call], [0], 100, 0, 0, {}, 200, None, movables, 1.0, {"offload": 0.5, "states": 0.1})
+    assert evaluate(problem, {"one": "offload"}).seconds == 8 + 8 + 8 * 0.5  # of the bus each way, and of waits
+    moved = evaluate(problem, {"one": "offload"}, {"states": 50})
+    assert (moved.peak, moved.seconds) == (100 + 20 - 50 + 7, 8 + 8 + 8 * 0.5 + 50 * 0.1)
 
 
-def test_delay_makes_copies_take_as_long_as_measured() -> None:
-    problem = unequal(4, 1)
-    choice = evaluate(problem, dict.fromkeys(problem.options, "offload"))
-    factor = delay(problem, choice, 3 * choice.seconds)
-    slower = evaluate(replace(problem, bandwidth=problem.bandwidth / factor), choice.modes)
-    assert slower.seconds == pytest.approx(3 * choice.seconds, rel=0.01)
-    assert delay(problem, choice, 0.0) == pytest.approx(1, rel=0.01)
+@pytest.mark.parametrize("highs", [True, False], ids=["highs", "search"])
+def test_waits_for_copies_count_against_a_mode_and_a_movable(highs: bool) -> None:
+    options = {
+        "keep": Option(100, 0, 0, 1, 2),
+        "recompute": Option(0, 0, 100, 1, 3),
+        "offload": Option(0, 0, 0, 1, 2, 8),
+    }
+    states = {"states": Movable(200)}
+    problem = Problem([Call("one", options)], [0], 200, 0, 0, {}, 280, None, states, 1e6)
+    assert solve(problem, highs=highs).seconds == pytest.approx(3, rel=1e-3)
+    slow = replace(problem, exposed={"offload": 1.0, "states": 1.0})
+    assert solve(replace(slow, budget=300), highs=highs).modes == {"one": "keep"}
+    if highs:
+        assert solve(replace(slow, budget=210), highs=highs).modes == {"one": "offload"}  # 8 s, or 90 of states
+    assert solve(replace(slow, budget=298), highs=highs).away == {"states": 2}
+
+
+@pytest.mark.parametrize("seconds", [9.0, 7.0])
+def test_correction_makes_a_choice_take_the_measured_seconds(seconds: float) -> None:
+    problem = replace(
+        unequal(4, 1, states=300), exposed={**dict.fromkeys(("offload", "host_input", "states"), 1.0), "recompute": 5.0}
+    )
+    modes = dict(zip(problem.options, ("offload", "host_input", "keep", "keep"), strict=True))
+    before = evaluate(problem, modes, {"states": 100})
+    after = corrected(problem, before, before.seconds * seconds / 8)
+    assert evaluate(after, modes, {"states": 100}).seconds == pytest.approx(before.seconds * seconds / 8)
+    assert after.exposed["recompute"] == 5.0, "no byte of it is copied"
+    plain = evaluate(problem, dict.fromkeys(problem.options, "keep"))
+    assert corrected(problem, plain, 2 * plain.seconds) is problem, "no copy explains the difference"
+
+
+def test_blocks_that_copy_are_spread_among_the_others() -> None:
+    options = {"recompute": Option(1, 1, 5, 1, 3), "offload": Option(0, 1, 5, 1, 2, copied=10)}
+    calls = [Call(f"blocks.{number}", options) for number in range(9)]
+    problem = Problem(calls, [*reversed(range(9))], 0, 0, 0, {}, 20, host=30)
+    for highs in (True, False):
+        modes = [*solve(problem, highs=highs).modes.values()]
+        assert modes == ["recompute", "recompute", "offload"] * 3
+
+
+@pytest.mark.parametrize("highs", [True, False], ids=["highs", "search"])
+def test_whole_movable_leaves_as_a_whole(highs: bool) -> None:
+    call = Call("block", {"keep": Option(10, 10, 10, 1.0, 2.0)})
+    states = {"first": Movable(300, is_whole=True), "states": Movable(500)}
+    problem = Problem([call], [0], 1000, 0, 0, {}, 0, None, states, exposed={"first": 1.0})
+    assert solve(replace(problem, budget=900), highs=highs).away == {"states": 120}
+    assert solve(replace(problem, budget=300), highs=highs).away == {"first": 300, "states": 420}
 
 
 def test_solver_needs_no_torch() -> None:

@@ -14,14 +14,14 @@ from lightning_solo.errors import CapabilityError, NothingToDoError
 from lightning_solo.machine import IN_MEMORY, file_system
 from lightning_solo.nn.disk_offloading import DiskOffloader
 from lightning_solo.nn.offloading import Offloader
-from lightning_solo.nn.recomputation import inputs_kept_in
+from lightning_solo.nn.recomputation import inputs_kept_in, moves_activations
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.activation_offloading.card import ALL, BLOCK_INPUTS, CARD, DISK, Settings
 from lightning_solo.units import format_bytes
 
 IN_FLIGHT = {BLOCK_INPUTS: 1, ALL: 4, DISK: 1}
-"""Copies in flight, in units of the largest tensor: with ``all`` tensors come in bursts."""
+"""Copies in flight, in units of the largest tensor: those of blocks that move all of theirs come in bursts."""
 
 
 class ActivationOffloading(Technique, Settings):
@@ -86,6 +86,8 @@ class ActivationOffloading(Technique, Settings):
     def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self._offloader is not None  # transform comes first
         self._offloader.leave(ctx.module)
+        if self.mode == BLOCK_INPUTS and moves_activations(ctx.module):
+            self._offloader.in_flight = IN_FLIGHT[ALL]
         saving = self._offloader.saving
         with saving() if self.mode == ALL else inputs_kept_in(saving):
             return proceed(*args, **kwargs)
