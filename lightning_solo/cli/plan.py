@@ -18,6 +18,7 @@ from lightning_solo.cli.plan_line import PlanOptions, compose, parse
 from lightning_solo.cli.train import first_batch, model_of
 from lightning_solo.errors import PresetError, SoloError
 from lightning_solo.machine import host_memory
+from lightning_solo.planner.bases import SOLVED, Bases, bases_among, configuration_of, file_of, save, solved_lines
 from lightning_solo.planner.device import CPU, Device, this_device
 from lightning_solo.planner.plan import Plan, ranked, with_host_memory
 from lightning_solo.planner.worker import WORKER, PlanRequest
@@ -54,11 +55,18 @@ def run(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     if options.calibrate:
         return measure(as_json=options.as_json)
+    path = None if options.save_preset is None else file_of(options.save_preset, "--save-preset ")
     WORKER.start()  # it imports torch while presets are composed here
     if options.largest:
         return search(options, arguments)
     checked, request, refused = request_of(options)
+    if options.solves:
+        bases = Bases(bases_among(request.presets), host_of(options))
+        request = replace(request, presets={**request.presets, SOLVED: bases})
     plans, failed = planned(request, host_of(options), caveats_last=options.all_presets)
+    solved = next((plan for plan in plans if plan.configuration is not None and plan.fits), None)
+    if path is not None and solved is not None:
+        save(solved, path)
     failed = {**refused, **failed}
     return show(options, arguments, checked, request, plans, failed)
 
@@ -114,7 +122,7 @@ def show(
     found: Mapping[str, Any] | None = None,
 ) -> int:
     """Print plans, the largest value of a setting if one was searched, and pictures; return 0 if a preset fits."""
-    advice = what_to_write(plans, options.overrides, checked)
+    advice = what_to_write(plans, options.overrides, checked, options.save_preset)
     pictures = write_pictures(plans, options.picture) if options.picture is not None and plans else []
     if options.as_json:
         plain = as_plain(plans, failed, arguments, advice)
@@ -201,27 +209,35 @@ def planned(
     """
     plans: list[Plan] = []
     failed: dict[str, SoloError] = {}
+    presets = dict(request.presets)
     progress = Progress(list(request.presets))
     with progress.shown():
         for name, answer in WORKER.answers(request, TIMEOUT_S):
             if isinstance(answer, Plan):
                 answer = with_host_memory(answer, host_memory)
                 plans.append(answer)
+                if answer.configuration is not None:
+                    presets[name] = configuration_of(answer)
             else:
                 failed[name] = answer
             if name and not quiet:
                 progress.tell(name, answer)
     if "" in failed:
         raise failed[""]
-    return ranked(plans, request.presets, caveats_last=caveats_last), failed
+    return ranked(plans, presets, caveats_last=caveats_last), failed
 
 
 def notes(plans: Sequence[Plan], presets: Mapping[str, Configuration]) -> list[str]:
-    """Return a line for each preset with several micro-batches per optimizer step, and for each caveat."""
-    planned = {plan.preset: presets[plan.preset] for plan in plans}
+    """Return lines on presets with several micro-batches per step, on caveats, and on what a solved plan chooses."""
+    planned = {
+        plan.preset: presets[plan.preset] if plan.configuration is None else configuration_of(plan) for plan in plans
+    }
     factors = {name: configuration.first_factor for name, configuration in planned.items()}
     steps = [f"{name}: an optimizer step takes {count} micro-batches" for name, count in factors.items() if count > 1]
-    return steps + [f"{name}: {caveat}" for name, parts in planned.items() for caveat in parts.caveats]
+    solved = [
+        f"{plan.preset}: {line}" for plan in plans if plan.configuration for line in solved_lines(planned[plan.preset])
+    ]
+    return steps + [f"{name}: {caveat}" for name, parts in planned.items() for caveat in parts.caveats] + solved
 
 
 def as_plain(

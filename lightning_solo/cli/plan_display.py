@@ -141,8 +141,17 @@ def shortages(plans: Sequence[Plan]) -> list[str]:
     return [f"{plan.preset}: {plan.verdict}: {plan.host_shortage}" for plan in plans if plan.host_shortage]
 
 
-def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: CheckedConfig) -> str:
-    """Return the command that trains with the first preset if it fits, else the bytes that the nearest one lacks."""
+def what_to_write(
+    plans: Sequence[Plan], overrides: Sequence[str], checked: CheckedConfig, saved: str | None = None
+) -> str:
+    """Return the command that trains with the first preset if it fits, else the bytes that the nearest one lacks.
+
+    Args:
+        plans: best first.
+        overrides: of the command line.
+        checked: the application.
+        saved: the preset to which a solved plan is written.
+    """
     if not plans:
         return "none could be planned"
     first = plans[0]
@@ -150,15 +159,18 @@ def what_to_write(plans: Sequence[Plan], overrides: Sequence[str], checked: Chec
         left = f"{format_bytes(first.margin_bytes)} are left" + (": tight" if first.verdict == "tight" else "")
         if first.device != CPU:
             left += f"; the device will show {format_bytes(first.reserved_bytes)} as taken"
-        again = command(first.preset, overrides, checked, first.micro_batch)
-        return f"{first.preset} fits, {left}. {' '.join(descriptions(names_in(first.preset)))}\n{again}"
+        if first.configuration is not None and saved is None:
+            return f"{first.preset} fits, {left}. --save-preset my_run would write it as a preset, for solo=my_run"
+        preset = saved if saved is not None and first.configuration is not None else first.preset
+        again = command(preset, overrides, checked, first.micro_batch)
+        return f"{first.preset} fits, {left}. {' '.join(descriptions(names_in(preset)))}\n{again}"
     shortage = (
         f"none fits in {format_bytes(first.budget_bytes)}; the nearest, {first.preset}, needs"
         f" {format_bytes(first.needed_bytes)}"
         + (f", {format_bytes(-first.margin_bytes)} more" if first.margin_bytes < 0 else "")
         + (f", and {first.host_shortage}" if first.host_shortage else "")
     )
-    smaller = max(plans, key=lambda plan: plan.largest_micro_batch or 0)
+    smaller = max(plans, key=lambda plan: 0 if plan.configuration else plan.largest_micro_batch or 0)
     if not smaller.largest_micro_batch:
         return shortage
     again = command(smaller.preset, overrides, checked, smaller.largest_micro_batch)

@@ -14,11 +14,13 @@ from lightning_solo.cli.ladder_line import composed, parsed
 from lightning_solo.cli.options import Parser, positive
 from lightning_solo.errors import CapabilityError, ConflictError, PresetError, SoloError, nearest
 from lightning_solo.machine import is_installed
+from lightning_solo.planner.bases import SOLVED
 from lightning_solo.presets.compose import check_combination
 from lightning_solo.presets.devices import Device, budget_bytes, budget_on, device
 from lightning_solo.presets.files import names_in, preset_files
 from lightning_solo.presets.old_spellings import refuse_old_preset
 from lightning_solo.presets.overrides import refuse_twice
+from lightning_solo.presets.parse import check_name
 from lightning_solo.report.charts import PIP
 
 OURS = {
@@ -32,7 +34,7 @@ OURS = {
 """Override of `lightning-solo train` that a plan doesn't take -> what to write."""
 TAKES = (
     "a plan takes overrides as `lightning-solo train` does, --device, --budget, --host-memory, --micro-batch,"
-    " --presets, --largest, --multiple-of, --json and --picture; --calibrate alone"
+    " --presets, --save-preset, --largest, --multiple-of, --json and --picture; --calibrate alone"
 )
 DESCRIPTION = "Predict memory and time under each preset, also for a GPU that this machine lacks. Nothing is trained."
 AUTO = "auto"  # the preset that trains with the best plan's preset
@@ -54,6 +56,8 @@ class PlanOptions:
     all_presets: bool = True  # no preset is named
     largest: str = ""
     multiple_of: int | None = None
+    solves: bool = True  # a plan whose blocks differ, too
+    save_preset: str | None = None
 
 
 def parse(arguments: Sequence[str]) -> PlanOptions:
@@ -69,7 +73,8 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
     parser.add_argument("--budget", help="its usable memory, such as 16GiB (all of it)")
     parser.add_argument("--host-memory", help="host memory of another machine, such as 64GiB (not checked)")
     parser.add_argument("--micro-batch", metavar="N", help="examples per forward (the data's batch)")
-    parser.add_argument("--presets", help="presets, separated by commas; [a,b] combines two (all)")
+    parser.add_argument("--presets", help="presets, separated by commas; [a,b] combines two (all, and solved)")
+    parser.add_argument("--save-preset", metavar="NAME", help="write the solved plan to conf/solo/NAME.yaml")
     parser.add_argument("--largest", metavar="SETTING", help="find the largest value that fits, as of model.width")
     parser.add_argument("--multiple-of", metavar="N", help="with --largest: the values to try (64, or 1 below 64)")
     parser.add_argument("--json", action="store_true", help="print only JSON on standard output")
@@ -87,6 +92,10 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
         )
     if options.largest is not None and re.split(r"[./]", options.largest.lstrip("+"))[0] in OURS:
         raise PresetError(f"--largest {options.largest}: a plan doesn't depend on it; write --largest model.width")
+    if options.save_preset is not None:
+        check_name(options.save_preset, "--save-preset ")
+        if options.largest is not None:
+            raise ConflictError("--save-preset and --largest: plan the value that --largest finds; drop one of them")
     preset = None
     for override in parsed(options.overrides):
         key = override.key_or_group
@@ -100,12 +109,21 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
             preset = f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
     if preset is not None and options.presets is not None:
         raise ConflictError(f"solo={preset} and --presets {options.presets}: keep one; --presets takes several names")
+    named = options.presets if preset is None else preset
+    unsolved, solves = _without_solved(named)
+    if options.save_preset is not None and not solves:
+        raise ConflictError(
+            f"--save-preset {options.save_preset}: it writes the solved plan, which isn't among the presets {named};"
+            f" write --presets {named},{SOLVED}, or drop it"
+        )
     on = None if options.device is None else device(options.device)
     budget = budget_bytes(options.budget, "--budget")
     return PlanOptions(
         overrides=tuple(text for text in options.overrides if not text.lstrip("+").startswith("solo=")),
         all_presets=preset is None and options.presets is None,
-        presets=_presets("--presets ", options.presets) if preset is None else _presets("solo=", preset),
+        presets=_presets("--presets ", unsolved) if preset is None else _presets("solo=", preset),
+        solves=solves and options.largest is None,
+        save_preset=options.save_preset,
         device=on,
         budget=budget if on is None else budget_on(on, budget, f"--budget {options.budget}"),
         micro_batch=None if options.micro_batch is None else positive("--micro-batch", options.micro_batch, 8),
@@ -120,6 +138,13 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
 
 def _instead(key: str) -> str:
     return "write --presets a,b" if key == "solo" else "give one value"
+
+
+def _without_solved(names: str | None) -> tuple[str | None, bool]:
+    """Return the presets without the solved plan, and whether it is among them; None stands for all."""
+    left = [name for name in re.findall(r"\[[^]]*\]|[^,]+", names or "") if name.strip() != SOLVED]
+    is_there = names is None or len(left) < len(re.findall(r"\[[^]]*\]|[^,]+", names))
+    return (",".join(left) or None if is_there and names else names), is_there
 
 
 def _presets(option: str, text: str | None) -> tuple[str, ...]:

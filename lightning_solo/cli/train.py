@@ -205,7 +205,8 @@ def chosen(checked: CheckedConfig, file: Path, *, resumes: bool) -> tuple[Config
         BudgetError: no preset fits.
         PlanError: the model can't be planned.
     """
-    from lightning_solo.planner.auto import candidates, choose, configuration_of
+    from lightning_solo.planner.auto import candidates, choose
+    from lightning_solo.planner.bases import configuration_of
     from lightning_solo.planner.plan import Plan
     from lightning_solo.planner.plan_check import PlanCheck
 

@@ -111,7 +111,8 @@ class Offloader:
         # the storage is compared, too, since another one may have the same address
         if moved is None or moved.source() is not storage or moved.version != tensor._version:
             moved = self._of_storage[storage._cdata] = self._move(tensor, storage)
-        return View(moved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        layout = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        return View(moved, self._count - 1, *layout)
 
     def _is_moved(self, tensor: Tensor) -> bool:
         if (
@@ -214,11 +215,13 @@ class Offloader:
         require_unchanged(moved.probe, moved.version)
         whole = self._bring_back(moved)
         self._await_copy(moved)
-        behind = bisect_left(self._near, moved.number)
+        # backward has come to the last storage saved by then, not to this one, which earlier operators saved, too
+        next_one = packed.last + (packed.last != moved.number)
+        behind = bisect_left(self._near, next_one)
         for number in self._near[behind:]:
             self._leave_window(number)
         del self._near[behind:]
-        self._prefetch(moved.number)
+        self._prefetch(next_one)
         return whole.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
 
     def _bring_back(self, moved: Moved) -> Tensor:

@@ -42,9 +42,10 @@ class Moved:
 
 
 class View(NamedTuple):
-    """A saved tensor whose storage may be offloaded."""
+    """A saved tensor whose storage may be offloaded; ``last`` is the number of the last storage saved by then."""
 
     moved: Moved
+    last: int
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]

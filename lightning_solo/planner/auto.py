@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,13 +12,11 @@ from lightning_solo.cards.configuration import AutoSettings, Configuration
 from lightning_solo.errors import BudgetError, PresetError, SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.planner import preset_plans
-from lightning_solo.planner.bases import SOLVED, Bases, is_base
+from lightning_solo.planner.bases import SOLVED, Bases, configuration_of, file_of, is_base, save, solved_lines
 from lightning_solo.planner.plan import NEAR, NEAR_S, Plan, as_fast
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose, compose_all
-from lightning_solo.presets.files import preset_files
-from lightning_solo.presets.writing import preset_file
 from lightning_solo.units import format_bytes
 
 
@@ -49,7 +46,7 @@ def choose(
         PlanError: the module can't be planned.
     """
     settings = config.auto or AutoSettings()
-    path = None if settings.save_preset is None else file_of(settings.save_preset)
+    path = None if settings.save_preset is None else file_of(settings.save_preset, "auto.save_preset=")
     named = None if settings.presets is None else [name for name in settings.presets if name != SOLVED] or None
     configs = candidates(config, check, named, allow)
     host = host_memory()[1]  # of this machine, which runs the training
@@ -89,46 +86,6 @@ def choose(
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     return chosen.preset, configs[chosen.preset], chosen
-
-
-def configuration_of(plan: Plan, allow: Sequence[str] = ()) -> Configuration:
-    """Return the configuration of a solved plan."""
-    assert plan.configuration is not None
-    return replace(compose(plan.configuration, allow=allow), preset=plan.preset)
-
-
-def file_of(name: str) -> Path:
-    """Return the file in `./conf/solo` to which a solved plan is written.
-
-    Raises:
-        PresetError: another preset has the name.
-    """
-    path = Path("conf") / "solo" / f"{name}.yaml"
-    is_solved = path.exists() and path.read_text(encoding="utf-8").startswith("# Solved by auto")
-    if not is_solved and (path.exists() or name in preset_files()):
-        raise PresetError(f"auto.save_preset={name}: there is another preset of this name; write another name")
-    return path
-
-
-def save(plan: Plan, path: Path) -> None:
-    """Write a solved plan as a preset."""
-    first = f"Solved by auto for {plan.device} and {format_bytes(plan.budget_bytes)}"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    assert plan.configuration is not None
-    plan_line = f"planned peak {format_bytes(plan.peak_bytes)}, batches of {plan.micro_batch}"
-    path.write_text(preset_file(plan.configuration, f"{first}: {plan_line}."), encoding="utf-8")
-
-
-def solved_lines(config: Configuration) -> list[str]:
-    """Return the choices of a solved plan, in words: the blocks of each mode, and the budgets."""
-    lines = []
-    for chosen in config.techniques:
-        value = getattr(chosen.settings, chosen.card.solved or "option", None)
-        if isinstance(value, Mapping):
-            lines += [f"{mode}: {', '.join(names)}" for mode, names in value.items()]
-        elif type(value) is int:
-            lines.append(f"{chosen.option}.{chosen.card.solved}={value}")
-    return lines
 
 
 def none_fits(plans: Sequence[Plan]) -> BudgetError:

@@ -1,11 +1,18 @@
-"""The entry of the solved plan among presets to plan; needs no torch."""
+"""The entry of the solved plan among presets to plan, and the preset that it becomes; needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.errors import PresetError
+from lightning_solo.planner.plan import Plan
+from lightning_solo.presets.compose import compose
+from lightning_solo.presets.files import preset_files
+from lightning_solo.presets.writing import preset_file
+from lightning_solo.units import format_bytes
 
 SOLVED = "solved"
 """Name of the solved plan among presets."""
@@ -42,3 +49,54 @@ def is_base(config: Configuration) -> bool:
         for chosen in config.techniques
     )
     return config.strategy is None and "saved_tensors" not in owned and not moves
+
+
+def bases_among(presets: Mapping[str, Configuration]) -> dict[str, Configuration]:
+    """Return the presets to which modes of blocks may be added, and that train the module as it is."""
+    return {
+        name: config
+        for name, config in presets.items()
+        if is_base(config)
+        and not (config.accumulates or config.makes_batches or config.caveats)
+        and not (str(config.precision).endswith("16-true") and not config.techniques)  # it loses small updates
+    }
+
+
+def configuration_of(plan: Plan, allow: Sequence[str] = ()) -> Configuration:
+    """Return the configuration of a solved plan."""
+    assert plan.configuration is not None
+    return replace(compose(plan.configuration, allow=allow), preset=plan.preset)
+
+
+def file_of(name: str, option: str) -> Path:
+    """Return the file in `./conf/solo` to which a solved plan is written; ``option`` is what gives its name.
+
+    Raises:
+        PresetError: another preset has the name.
+    """
+    path = Path("conf") / "solo" / f"{name}.yaml"
+    is_solved = path.exists() and path.read_text(encoding="utf-8").startswith("# Solved by auto")
+    if not is_solved and (path.exists() or name in preset_files()):
+        raise PresetError(f"{option}{name}: there is another preset of this name; write another name")
+    return path
+
+
+def save(plan: Plan, path: Path) -> None:
+    """Write a solved plan as a preset."""
+    first = f"Solved by auto for {plan.device} and {format_bytes(plan.budget_bytes)}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    assert plan.configuration is not None
+    plan_line = f"planned peak {format_bytes(plan.peak_bytes)}, batches of {plan.micro_batch}"
+    path.write_text(preset_file(plan.configuration, f"{first}: {plan_line}."), encoding="utf-8")
+
+
+def solved_lines(config: Configuration) -> list[str]:
+    """Return the choices of a solved plan, in words: the blocks of each mode, and the budgets."""
+    lines = []
+    for chosen in config.techniques:
+        value = getattr(chosen.settings, chosen.card.solved or "option", None)
+        if isinstance(value, Mapping):
+            lines += [f"{mode}: {', '.join(names)}" for mode, names in value.items()]
+        elif type(value) is int:
+            lines.append(f"{chosen.option}.{chosen.card.solved}={value}")
+    return lines

@@ -155,7 +155,9 @@ class _Solver:
         plain = evaluate(problem, dict.fromkeys(names, KEEP))
         # operators' seconds alone, against their schedule's, in which short ones wait for their launches
         self._without_launches = plain.seconds / costs[KEEP][1]
-        problem = replace(problem, budget=self._budget - (costs[KEEP][0] - plain.peak))
+        # of the allocator's gaps the least: those of a device that holds everything are larger
+        gaps = min(needed - evaluate(problem, dict.fromkeys(names, mode)).peak for mode, (needed, _) in costs.items())
+        problem = replace(problem, budget=self._budget - gaps)
 
         def exposed(
             problem: Problem, mode: str, seconds: float, away: Mapping[str, int] = MappingProxyType({})
@@ -192,7 +194,8 @@ class _Solver:
         of_blocks = {id(p) for name in names for p in module.get_submodule(name).parameters()}
         trained = [p for p in module.parameters() if p.requires_grad]
         first = sum(p.numel() for p in takewhile(lambda p: id(p) not in of_blocks, trained))
-        return min(1.01 * first / sum(p.numel() for p in trained), 1.0)
+        share: float = first / sum(p.numel() for p in trained)
+        return min(1.01 * share, 1.0)
 
     def _passes(self, part: str) -> Mapping[tuple[str, str], int]:
         """Return how often each byte on the host passes the bus; released gradients are stepped in backward."""

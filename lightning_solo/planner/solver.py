@@ -22,7 +22,7 @@ FORWARD, BACKWARD, STEP = PHASES = ("forward", "backward", "step")
 UP, DOWN = "up", "down"  # to the device, to the host
 PRICE = 1e-4  # of a step, for changing all blocks: of two equal plans the simpler one is taken
 GAP = 5e-3  # of the seconds, within which the solver stops
-_PARTS = 8  # a movable is tried in steps of an eighth
+_PARTS = 4  # a movable is tried in steps of a quarter
 _ROUNDING = 1e-8  # of the budget, which HiGHS may exceed by the tolerance of floating-point numbers
 _NO_COPIES = 1e6  # weight of copies' seconds with which blocks copy nothing if they can keep less otherwise
 _PAIRS = 8  # most blocks of which two are changed at once

@@ -294,10 +294,18 @@ def _auto(given: object) -> AutoSettings | None:
     budget = budget_bytes(values.get("budget"), "auto.budget")
     if values.get("device") is not None:
         budget_on(device(values["device"], "auto.device"), budget, f"auto.budget={values.get('budget')}")
-    if (name := values.get("save_preset")) is not None and not re.fullmatch(r"[A-Za-z]\w*", name):
-        raise PresetError(
-            f"auto.save_preset={name!r}: write a preset's name, of letters, digits and _: auto.save_preset=my_run"
-        )
+    if (name := values.get("save_preset")) is not None:
+        check_name(name, "auto.save_preset=")
     if values.get("presets") is not None:
         values["presets"] = tuple(values["presets"])
     return AutoSettings(**values)
+
+
+def check_name(name: str, option: str) -> None:
+    """Check the name of a preset to write, which ``option`` gives.
+
+    Raises:
+        PresetError: it isn't a name.
+    """
+    if not re.fullmatch(r"[A-Za-z]\w*", name):
+        raise PresetError(f"{option}{name!r}: write a preset's name, of letters, digits and _: {option}my_run")

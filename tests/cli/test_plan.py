@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -29,8 +30,9 @@ from lightning_solo.planner.calibration import Readings, calibrated
 from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import HOST_NOT_JUDGED, Plan
 from lightning_solo.planner.preset_plans import plan
-from lightning_solo.planner.worker import WORKER
+from lightning_solo.planner.worker import WORKER, PlanRequest
 from lightning_solo.presets.compose import compose as composed
+from lightning_solo.presets.writing import fields_of
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.report.palette import DARK, LIGHT
 from lightning_solo.report.plan_chart import parts, picture
@@ -354,6 +356,10 @@ BAD = {
     "--presets=bf61": ["--presets bf61:", nearest("bf16"), "accumulation, adapters, baseline"],
     "--presets=": ["--presets :", "''"],
     "--presets=auto": ["--presets auto:"],
+    "--save-preset=a/b": ["--save-preset 'a/b'", "--save-preset my_run"],
+    "--save-preset=mine --presets=bf16": ["--save-preset mine", "--presets bf16,solved"],
+    "--save-preset=mine solo=bf16": ["--save-preset mine", "--presets bf16,solved"],
+    "--save-preset=mine --largest=model.width": ["--save-preset and --largest"],
     "--host-memory=64": ["--host-memory='64':", "16GiB"],
     "--calibrate --device=t4 solo=bf16": ["--calibrate and --device=t4 solo=bf16:"],
     "solo=bf61": ["solo=bf61:", nearest("bf16")],
@@ -417,6 +423,66 @@ def test_the_fastest_of_presets_that_are_named_is_first(
     out, _ = called(capsys, *CARD, "--presets", f"bf16,{preset_with_caveat}", "--json")
     assert [plan["preset"] for plan in json.loads(out)["plans"]] == [preset_with_caveat, "bf16"]
     assert [parse(line).all_presets for line in ([], ["--presets", "bf16"], ["solo=bf16"])] == [True, False, False]
+
+
+def test_a_plan_is_solved_if_no_preset_or_solved_is_named() -> None:
+    lines = ["", "--presets bf16,solved", "--presets solved", "--presets [bf16,checkpointing],solved", "solo=bf16"]
+    options = [parse(line.split()) for line in lines]
+    assert [each.solves for each in options] == [True, True, True, True, False]
+    assert options[1].presets == ("bf16",)
+    assert options[2].presets == options[0].presets, "solved from all presets"
+    assert options[3].presets == ("[bf16,checkpointing]",)
+    assert not parse(["--largest", "model.width"]).solves
+
+
+def test_solved_plan_is_shown_and_written_as_a_preset(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    modes = {"keep": ["blocks.1"], "recompute": ["blocks.0"]}
+    fields = {"precision": "bf16-mixed", "callback": {"activation_checkpointing": {"modes": modes}}}
+    plans = [replace(SAMPLE, preset="solved", configuration=fields), replace(SAMPLE, verdict="does not fit")]
+    asked: list[PlanRequest] = []
+
+    def answers(request: PlanRequest, timeout_s: float) -> Iterator[tuple[str, Plan]]:
+        asked.append(request)
+        return ((plan.preset, plan) for plan in plans)
+
+    monkeypatch.setattr(WORKER, "start", lambda: None)
+    monkeypatch.setattr(WORKER, "answers", answers)
+    line = [*CARD, "--presets", "bf16,compact,accumulation,bf16_true,checkpointing,solved"]
+    out, _ = called(capsys, *line)
+    assert list(asked[0].presets["solved"].bases) == ["bf16", "compact"]
+    assert lines_with(out, "solved: keep: blocks.1")
+    assert lines_with(out, "--save-preset my_run", "solo=my_run")
+    out, _ = called(capsys, *line, "--save-preset", "mine", "--host-memory", "64GiB")
+    assert asked[1].presets["solved"].host_memory == 64 * GiB
+    assert out.splitlines()[-1].endswith("lightning-solo train solo=mine")
+    assert fields_of(composed("mine")) == fields
+    plans[0] = replace(plans[0], verdict="does not fit")
+    called(capsys, *line, "--save-preset", "other", code=1)
+    assert not (tmp_path / "conf" / "solo" / "other.yaml").exists()
+    out, err = called(capsys, *line, "--save-preset", "bf16", code=2)
+    assert "--save-preset bf16: " in err
+
+
+@pytest.mark.long
+def test_solved_plan_fits_between_two_presets_and_its_preset_has_the_same_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = ["model=byte_gpt_tiny", "model.depth=6", "data.batch_size=64", *CARD]
+    out, _ = called(capsys, *module, "--presets", "bf16,[bf16,checkpointing]", "--json")
+    most, least = sorted((plan["needed_bytes"] for plan in json.loads(out)["plans"]), reverse=True)
+    budget = ["--budget", f"{int((least + most) / 2 * 1.05) // 1024}KiB"]
+    names = ["--presets", "bf16,[bf16,checkpointing],solved", "--save-preset", "mine"]
+    out, _ = called(capsys, *module, *budget, *names, "--json")
+    first = json.loads(out)["plans"][0]
+    assert (first["preset"], first["verdict"]) == ("solved", "fits")
+    assert least < first["needed_bytes"] < most
+    out, _ = called(capsys, *module, *budget, "solo=mine", "--json")
+    (again,) = json.loads(out)["plans"]
+    assert again["needed_bytes"] == first["needed_bytes"]
 
 
 def test_a_preset_that_refuses_an_override_leaves_the_others() -> None:

@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_solo.attach import trainer_kwargs
-from lightning_solo.planner.auto import configuration_of
-from lightning_solo.planner.bases import Bases
+from lightning_solo.planner.bases import Bases, configuration_of
 from lightning_solo.planner.block_marks import BACKWARD, FORWARD
 from lightning_solo.planner.block_tables import block_table, problem_of
 from lightning_solo.planner.device import device

@@ -250,7 +250,7 @@ def test_solver_needs_no_torch() -> None:
 
 
 def test_search_moves_the_exact_bytes_that_the_device_lacks_where_the_host_is_short() -> None:
-    # 3000 + 300 kept + 100 buffers - 1550 = 1850; in eighths of 2000 bytes, 1500 are too few and 1750 too many
+    # 3000 + 300 kept + 100 buffers - 1550 = 1850; in quarters of 2000 bytes, 1500 are too few and 2000 too many
     calls = [Call("block", {"keep": Option(300, 300, 0, 1.0, 2.0)})]
     states = {"states": Movable(2000, 100, {UP: 1, DOWN: 1})}
     problem = Problem(calls, [0], 3000, 0, 1000, {}, budget=1850, host=1600, movables=states)

@@ -631,3 +631,28 @@ def test_batches_of_other_sizes_take_the_buffers_that_are_free(device: torch.dev
         assert equal(plain, gradients(net, part, inputs_kept_in(offloader.saving)))
         sizes.append(offloader.host_bytes // INPUT_BYTES)
     assert sizes == [BLOCKS, BLOCKS, BLOCKS, 2 * BLOCKS, 2 * BLOCKS]
+
+
+def test_tensor_that_all_blocks_share_brings_back_no_more_than_the_window() -> None:
+    offloader = Offloader(torch.device("cpu"), 256, in_flight=4)
+    shared, most = torch.rand(64), 0
+
+    def count(_: torch.Tensor) -> None:
+        nonlocal most
+        most = max(most, sum(moved.bytes for moved in offloader._moved.values() if moved.whole is not None))
+
+    x = torch.ones(64, requires_grad=True)
+    y, results = x, []
+    with offloader.saving():
+        for _ in range(24):
+            y = (y * shared).sigmoid()  # saves the shared tensor and its own result, 256 bytes each
+            y.register_hook(count)
+            results.append(y.detach())
+        loss = y.sum()
+    (gradient,) = torch.autograd.grad(loss, x)
+    assert offloader.moved_bytes == (1 + 24) * 256
+    expected = torch.ones(64)
+    for result in reversed(results):
+        expected = expected * result * (1 - result) * shared
+    assert torch.allclose(gradient, expected)
+    assert most <= (4 + 2) * 256, "the window, the one in use, and the shared one"
