@@ -26,7 +26,7 @@ _PARTS = 4  # a movable is tried in steps of a quarter
 _ROUNDING = 1e-8  # of the budget, which HiGHS may exceed by the tolerance of floating-point numbers
 _NO_COPIES = 1e6  # weight of copies' seconds with which blocks copy nothing if they can keep less otherwise
 _PAIRS = 8  # most blocks of which two are changed at once
-LIMIT_S = 0.8  # of the solver, which then has a choice, if not a proof
+LIMIT_S = 4.0  # of the solver, which then has a choice, if not a proof
 
 
 @dataclass(frozen=True)
@@ -513,8 +513,12 @@ def _by_search(tables: _Tables) -> tuple[Any, dict[str, float]]:
         for weight in (0.0, 1.0, _NO_COPIES) if tables.copied.any() else (0.0,):
             columns = _priced(tables, away, weight)
             starts.append((columns, _sent_away(tables, columns, away)))
-    columns, away = min(starts, key=lambda start: tables.rank(*start))
-    columns = _improved(tables, columns, away)
+    # from the best start, and from the best with most on the host, which leaves room for faster modes
+    most = max((sum(away.values()) for _, away in starts), default=0.0)
+    roomy = [start for start in starts if sum(start[1].values()) == most]
+    best = [min(each, key=lambda start: tables.rank(*start)) for each in (starts, roomy)]
+    ends = [(_improved(tables, *start), start[1]) for start in best]
+    columns, away = min(ends, key=lambda each: tables.rank(*each))
     return columns, _brought_back(tables, columns, away)
 
 

@@ -235,6 +235,16 @@ def test_blocks_that_copy_are_spread_among_the_others() -> None:
         assert modes == ["recompute", "recompute", "offload"] * 3
 
 
+def test_search_moves_states_to_make_room_for_faster_modes() -> None:
+    options = {"recompute": Option(2, 30, 50, 1, 3), "offload": Option(5, 30, 40, 1, 2, copied=40)}
+    calls = [Call(f"blocks.{number}", options) for number in range(16)]
+    states = {"states": Movable(400, 10, {UP: 1, DOWN: 1})}
+    problem = Problem(calls, [*reversed(range(16))], 500, 0, 0, {}, 540, None, states, bandwidth=60)
+    by_highs, by_search = solve(problem, highs=True), solve(problem, highs=False)
+    assert by_highs.away["states"] > 100
+    assert by_search.seconds <= 1.02 * by_highs.seconds
+
+
 @pytest.mark.parametrize("highs", [True, False], ids=["highs", "search"])
 def test_whole_movable_leaves_as_a_whole(highs: bool) -> None:
     call = Call("block", {"keep": Option(10, 10, 10, 1.0, 2.0)})
