@@ -20,6 +20,7 @@ from lightning_solo.optim.adamw_state_dict import require_plain_states, unmarked
 from lightning_solo.optim.window_gradients import warn_of_dropped_window
 from lightning_solo.presets.parse import contradiction
 from lightning_solo.seams import patches
+from lightning_solo.seams.engines import agreed
 from lightning_solo.seams.run import warn_of_short_epoch
 
 log = logging.getLogger(__name__)
@@ -109,7 +110,11 @@ class PresetGuard(Callback):
 
         Raises:
             CheckpointError: the checkpoint was saved with compact states, and this run has none.
+            ConflictError: processes have different numbers of batches, and would wait for one another.
         """
+        if self._has_engine:
+            remedy = "write DataLoader(drop_last=True), or split an iterable data set into equal parts"
+            agreed(int(min(trainer.num_training_batches, 2**62)), "the number of training batches", remedy)
         for optimizer in trainer.optimizers:
             require_plain_states(optimizer)
         run = getattr(trainer.strategy, "solo_run", None)

@@ -21,7 +21,7 @@ def shard(
     *,
     forward_methods: Iterable[str] = (),
     reshard_after_forward: bool = True,
-) -> Callable[[], None]:
+) -> Callable[[], Mapping[Tensor, nn.Parameter]]:
     """Shard each block's parameters over a mesh, then all others of the module as one group.
 
     A block with a parameter that is used outside of it too stays in the module's group.
@@ -34,7 +34,8 @@ def shard(
         reshard_after_forward: whether a block's weights are freed after its forward, and gathered again in backward.
 
     Returns:
-        A function that makes the module plain again, with whole weights on the host; all processes must call it.
+        A function that makes the module plain again, with whole weights on the host, and returns them by the sharded
+        parameters; all processes must call it.
 
     Raises:
         ConflictError: a parameter of the module isn't sharded, and so each process would train its own.
@@ -52,7 +53,9 @@ def shard(
     return partial(_restore, module, before)
 
 
-def _restore(module: nn.Module, before: Sequence[tuple[nn.Module, type, dict[str, Any]]]) -> None:
+def _restore(
+    module: nn.Module, before: Sequence[tuple[nn.Module, type, dict[str, Any]]]
+) -> Mapping[Tensor, nn.Parameter]:
     whole: dict[Tensor, nn.Parameter] = {}
     for parameter in module.parameters():
         value = parameter.detach()
@@ -76,6 +79,17 @@ def _restore(module: nn.Module, before: Sequence[tuple[nn.Module, type, dict[str
         for name, value in attributes.items():
             if callable(value) and vars(part).get(name) is not value and _is_fsdps(vars(part).get(name)):
                 vars(part)[name] = value
+    return whole
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[Tensor, nn.Parameter], keep: bool) -> None:
+    """Give an optimizer whole parameters in place of sharded ones, and its whole states if this process keeps them."""
+    for group in optimizer.param_groups:
+        group["params"] = [whole.get(p, p) for p in group["params"]]
+    states = {whole.get(p, p): gathered(state, keep) for p, state in optimizer.state.items()}
+    optimizer.state.clear()
+    if keep:
+        optimizer.state.update(states)
 
 
 def _is_fsdps(value: Any) -> bool:

@@ -70,7 +70,7 @@ def test_a_strategy_is_pickled_before_during_and_after_a_fit(home: ModuleType, m
             assert library.loads(library.dumps(type(strategy))) is type(strategy)
             assert type(library.loads(library.dumps(strategy))) is type(strategy)
         assert type(copy.deepcopy(strategy)) is type(strategy)
-        if name != "zero_offload" or not trainer.training:  # whose engine has hooks of its own in the module
+        if name not in ("zero_offload", "zero3", "fsdp") or not trainer.training:  # whose engines change the module
             saved_and_loaded(module)
         seen.append(trainer.state.stage)
 

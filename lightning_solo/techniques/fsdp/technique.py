@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_solo.cards.settings import TechniqueSettings
 from lightning_solo.errors import NothingToDoError
 from lightning_solo.nn.blocks import named_blocks
-from lightning_solo.nn.sharding import gathered, load_states, load_weights, require_sharded, shard
+from lightning_solo.nn.sharding import gathered, load_states, load_weights, require_sharded, restore_optimizer, shard
 from lightning_solo.seams import patches
 from lightning_solo.seams.engines import SeveralDevices
 from lightning_solo.techniques.fsdp.card import Settings
@@ -43,7 +43,7 @@ class ShardedStrategy(Base, Settings):
 
     def _init_state(self) -> None:
         self.settings = Settings.from_settings(self)
-        self._restore: Callable[[], None] | None = None
+        self._restore: Callable[[], Any] | None = None
         self._from_shards = False  # whether the last checkpoint that was read is a folder
         super(TechniqueSettings, self).__init__(  # type: ignore[call-arg]
             save_distributed_checkpoint=self.checkpoint == "folder",
@@ -52,6 +52,13 @@ class ShardedStrategy(Base, Settings):
 
     def __repr__(self) -> str:
         return repr(self.settings).replace("Settings", type(self).__name__, 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies and pickles, without a sharded module, which torch can't copy."""
+        state = super().__getstate__()
+        if self._restore is not None:
+            state |= {"_lightning_module": None, "_model": None, "_optimizers": [], "lr_scheduler_configs": []}
+        return state | {"_restore": None, "_device_mesh": None}
 
     @property
     def _module(self) -> Any:
@@ -92,7 +99,10 @@ class ShardedStrategy(Base, Settings):
         restore, self._restore = self._restore, None
         state = self._module.trainer.state
         if restore is not None and (self.is_alone or state.status != "interrupted"):
-            restore()
+            whole = restore()
+            for optimizer in self.optimizers:
+                restore_optimizer(optimizer, whole, keep=self.is_global_zero)
+        self._device_mesh = self._module._device_mesh = None  # Lightning's, for `configure_model`
         super().teardown()
 
     # --- checkpoints of one file ---

@@ -86,7 +86,10 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     )
 
 
-def _under_engines(settings: Settings, configuration: Configuration) -> str:
+NOT_COMPARED = "parts of a batch weren't compared on sharded weights"
+
+
+def _under_ddp(settings: Settings, configuration: Configuration) -> str:
     """Return what several processes make of micro-batches, of which each must run as many."""
     if settings.micro_batch == "auto":
         return (
@@ -123,5 +126,5 @@ CARD = Card(
         " accumulate_grad_batches",
     },
     planned="lightning_solo.techniques.micro_batching.card:planned",
-    engines=answers(ddp=_under_engines, fsdp=_under_engines, zero3=_under_engines),
+    engines=answers(ddp=_under_ddp, fsdp=NOT_COMPARED, zero3=NOT_COMPARED),
 )

@@ -26,6 +26,7 @@ from lightning_solo.nn.spectral_norms import spectral_norms
 from lightning_solo.optim.window_gradients import WindowGradients
 from lightning_solo.out_of_memory import is_out_of_memory
 from lightning_solo.seams import patches, resuming
+from lightning_solo.seams.engines import agreed
 from lightning_solo.seams.homes import part
 from lightning_solo.seams.hooks import uses_gradients
 from lightning_solo.seams.run import Run
@@ -333,6 +334,7 @@ class MicroBatching(Technique, Settings):
             if not self._embeddings:
                 self._check_before(ctx, size)
             parts = self._splitter.micro_batches(batches, None if self._embeddings else size)
+            agreed(len(parts), "the number of parts of a batch", "write DataLoader(drop_last=True)")
             for embedding in self._embeddings:
                 embedding.size = size
             run = partial(self._forward_and_backward, ctx, proceed, parts)
