@@ -46,4 +46,4 @@ def refusal_under(chosen: Chosen, engine: str, configuration: Configuration) -> 
         return None
     removal = f"{chosen.removal} (removes {chosen.card.name})"
     remedy = "" if chosen.removal in answer else f" or {removal}" if "; write " in answer else f"; write {removal}"
-    return f"{chosen.choice} and strategy={engine}: {answer}{remedy}"
+    return f"{chosen.choice} and strategy={engine} can't be combined: {answer}{remedy}"

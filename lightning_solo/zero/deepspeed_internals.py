@@ -85,7 +85,10 @@ def flat_tensors(zero: Any) -> list[tuple[Tensor, list[Place]]]:
             for flat, group in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
         ]
     return [
-        (flat, [Place(p, p._hp_mapping.get_hp_fragment_address().start, p.shape) for p in group])
+        (
+            flat,
+            [Place(p, mapping.get_hp_fragment_address().start, p.shape) for p in group if (mapping := p._hp_mapping)],
+        )
         for flat, group in zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
     ]
 

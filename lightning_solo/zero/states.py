@@ -71,6 +71,7 @@ def _read_over_processes(zero: Any, *, masters_only: bool) -> dict[Tensor, Param
         state = {} if masters_only else zero.optimizer.state.get(flat, {})
         tensors = [key for key, value in state.items() if is_elementwise(value, flat)]
         scalars = {key: value for key, value in state.items() if key not in tensors}
+        make_states(zero, flat, parameters, tensors)
         for parameter in parameters:
             whole = {key: whole_state(parameter, key).cpu() for key in tensors}
             master = whole_state(parameter).cpu()

@@ -55,9 +55,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["trainer.precision=bf16-true"], ["the preset sets that", "solo.precision=bf16-true"]),
         (["data=custom", "data._target_=m.Data", "allow=[m]"], ["data.context", "write model.context=..."]),
         (["solo=checkpointing,compact"], ["-m", "'solo=[checkpointing,compact]'"]),
-        (["devices=2"], ["one device"]),  # row 23
-        (["trainer.devices=2"], ["one device"]),  # row 23
-        (["solo.devices=2"], ["one device"]),  # row 23
+        (["devices=2"], ["write solo.devices=2"]),  # row 23
+        (["trainer.devices=2"], ["write solo.devices=2"]),  # row 23
         (["solo.precision=bf61"], ["precision='bf61'", "32-true"]),  # row 27
         (["-m", "+foo=1,2"], ["foo"]),  # row 30
         (["-m", "seed=range(1,1)"], ["seed=range(1,1)", "0 jobs"]),  # row 30
@@ -154,6 +153,7 @@ def test_refusal_names_the_option_the_value_and_the_remedy(arguments: list[str],
     "arguments",
     [
         ["+trainer.devices=2"],
+        ["solo.devices=2"],  # row 23
         ["+trainer.precision=64-true"],
         ["+trainer.callbacks=null"],
         ["solo=fp16", "+trainer.accelerator=cpu"],
