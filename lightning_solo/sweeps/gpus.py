@@ -20,7 +20,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
 ENTRY = re.compile(r"\d+|GPU-[\w-]+|MIG-[\w/-]+")
 MOST_PER_GPU = 4
-"""Jobs that share a GPU with ``jobs_per_gpu=auto``; host memory and cores are divided by the most that can run."""
+"""Jobs per GPU, on average, that run at once with ``jobs_per_gpu=auto``; host memory and cores are divided by them."""
 
 
 def gpus_of(settings: Settings, variable: str | None, present: Sequence[Gpu]) -> dict[str, int | None]:
@@ -109,24 +109,30 @@ def with_parallel(settings: Settings, gpus: Collection[str]) -> Settings:
     return replace(settings, parallel=settings.parallel or most, gpus=list(gpus) or None)
 
 
-def devices_of(config: DictConfig) -> int:
+def devices_of(config: DictConfig, shared_out: bool) -> int:
     """Return the number of devices that a job's configuration asks for, by ``solo.devices`` or ``trainer.devices``.
 
     Raises:
-        PresetError: certain devices are asked for.
+        PresetError: it names GPUs, such as ``[1]``, and the launcher shares them out.
     """
     for key in ("solo.devices", "trainer.devices"):
         try:
             value: Any = OmegaConf.select(config, key)
         except OmegaConfBaseException:  # the job itself says what is wrong
             continue
-        if is_list(value) and list(value) == list(range(len(value))):
-            value = len(value)
         if value in (None, AUTO, -1, "-1"):  # all that the job sees, which is one
             continue
-        if not str(value).isdigit() or not int(value):
-            raise PresetError(f"{key}={value}: a sweep's job takes a number of devices; write {key}=1")
-        return int(value)
+        names = value.split(",") if isinstance(value, str) and "," in value else value if is_list(value) else ()
+        names = [str(name).strip() for name in names if str(name).strip()]
+        if names and (not shared_out or names == [str(number) for number in range(len(names))]):
+            return len(names)
+        if str(value).isdigit() and int(value):
+            return int(value)
+        if shared_out:
+            raise PresetError(
+                f"{key}={value}: hydra.launcher.gpus chooses the GPUs of a job, which takes a number of them; write"
+                f" {key}=1"
+            )
     return 1
 
 

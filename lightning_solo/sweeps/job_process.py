@@ -72,10 +72,11 @@ def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles, rank: 
                 print_error(type(error), error, error.__traceback__)
         result["error"] = {"type": type(error).__name__, "message": _message(error)}
     faulthandler.cancel_dump_traceback_later()
-    if rank != 0 and "error" not in result:
-        return 0
-    if request.devices > 1 and "error" in result and files.result.exists():
-        return 1
+    if request.devices > 1:
+        if "error" in (files.result_of(request.attempt) or {}):  # of another rank
+            return int("error" in result)
+        if rank != 0 and "error" not in result:
+            return 0
     try:
         write_json(files.result, result | peaks())
     except OSError as error:  # a full disk, which may have room for a shorter result

@@ -137,7 +137,7 @@ class Launch:
             folder=self.folder.path / of_sweep(config, "subdir"),
             config_hash=config_hash(config),
             argument=partial(self.application.dumps, config),
-            devices=devices_of(config),
+            devices=devices_of(config, bool(self.gpus)),
             planned_bytes=cache(partial(self.planned_bytes, config)),
         )
 

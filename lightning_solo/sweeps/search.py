@@ -81,7 +81,8 @@ class Search:
         space = search_space(arguments, self.loader)
         # refuse an unknown key or choice before the study stores it
         samples = [self.loader.load_sweep_config(self.config, overrides) for overrides in space.samples()]
-        self._count_devices(max(map(devices_of, samples)))
+        shared_out = self.config.hydra.launcher.gpus is not None
+        self._count_devices(max(devices_of(sample, shared_out) for sample in samples), shared_out)
         self.folder.path.mkdir(parents=True, exist_ok=True)
         with quiet(), self.launcher.kept(range(self.settings.n_trials)):
             study = open_study(self.folder.path, self.settings, space)
@@ -96,14 +97,14 @@ class Search:
                 left |= self._run(study, space, [frozen.number for frozen in trials])
         self._conclude(study, space)
 
-    def _count_devices(self, devices: int) -> None:
+    def _count_devices(self, devices: int, shared_out: bool) -> None:
         """Draw as many trials of several devices at once as run at the same time."""
         if devices > 1 and self.settings.pruning:
             raise ConflictError(
                 f"hydra.sweeper.pruning=true with jobs on {devices} devices: only one of a job's processes would end;"
                 " write hydra.sweeper.pruning=false"
             )
-        if self.config.hydra.sweeper.n_jobs is None and self.config.hydra.launcher.gpus is not None:
+        if self.config.hydra.sweeper.n_jobs is None and shared_out:
             self.settings = replace(self.settings, n_jobs=max(self.settings.n_jobs // devices, 1))
 
     def _next(self, study: Study, left: set[int]) -> list[FrozenTrial]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -18,8 +19,10 @@ from lightning_solo.atomic_files import write_json
 from lightning_solo.errors import CapabilityError, PresetError
 from lightning_solo.machine import Gpu
 from lightning_solo.processes import fork
-from lightning_solo.sweeps import ranks
+from lightning_solo.sweeps import ranks, server
+from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.gpus import check_devices, devices_of, gpus_of, place, variables_of, with_parallel
+from lightning_solo.sweeps.job_process import JobRequest
 from lightning_solo.sweeps.jobs import Job, Settings, Try
 from lightning_solo.sweeps.results import Row
 from tests.messages import lines_with, mentions
@@ -138,6 +141,7 @@ def test_parallel_follows_the_gpus() -> None:
         ({"solo": {"devices": 2}}, 2),
         ({"solo": {"devices": None}, "trainer": {"devices": "3"}}, 3),
         ({"trainer": {"devices": [0, 1]}}, 2),
+        ({"trainer": {"devices": "0,1"}}, 2),
         ({"trainer": {"devices": "auto"}}, 1),
         ({"trainer": {"devices": -1}}, 1),
         ({"n": 2, "trainer": {"devices": "${n}"}}, 2),
@@ -145,13 +149,15 @@ def test_parallel_follows_the_gpus() -> None:
     ],
 )
 def test_devices_of_a_job(fields: dict[str, Any], devices: int) -> None:
-    assert devices_of(OmegaConf.create(fields)) == devices
+    assert [devices_of(OmegaConf.create(fields), shared_out) for shared_out in (True, False)] == [devices] * 2
 
 
-@pytest.mark.parametrize("value", [[1], 0, "0,2", True])
-def test_certain_devices_are_refused(value: Any) -> None:
-    with pytest.raises(PresetError, match=mentions("trainer.devices=", "a number")):
-        devices_of(OmegaConf.create({"trainer": {"devices": value}}))
+@pytest.mark.parametrize(("value", "devices"), [([1], 1), ("1,", 1), ("0,2", 2), ([], 1), (0, 1), (True, 1)])
+def test_devices_by_name_are_refused_only_where_gpus_are_shared_out(value: Any, devices: int) -> None:
+    config = OmegaConf.create({"trainer": {"devices": value}})
+    with pytest.raises(PresetError, match=mentions("trainer.devices=", "hydra.launcher.gpus", "trainer.devices=1")):
+        devices_of(config, shared_out=True)
+    assert devices_of(config, shared_out=False) == devices
 
 
 def job(number: int, devices: int = 1, planned: int | None = None) -> Job:
@@ -401,6 +407,27 @@ def test_ranks_have_the_environment_of_torchrun_and_the_first_failure_counts(
     assert one[4] == two[4]
     assert ended(fail) == 7
     assert ended(killed) == signal.SIGUSR1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_error_of_one_rank_is_the_result_of_its_job_in_any_order(tmp_path: Path, first: int) -> None:
+    """Rank 1 fails, before or after rank 0 has returned."""
+    files = SweepFolder(tmp_path).job(0)
+    files.path.mkdir(parents=True)
+
+    def task(_: object) -> int:
+        rank = int(os.environ["RANK"])
+        while rank != first and not files.result.exists():
+            time.sleep(0.01)
+        if rank == 1:
+            raise ValueError("of rank 1")
+        return 3
+
+    request = JobRequest(0, 1, False, str(tmp_path), pickle.dumps(None), Settings(), {}, 2)
+    assert fork(lambda _: server._run(lambda: task, request, files)).wait() == 1
+    result = files.result_of(1)
+    assert result is not None
+    assert result["error"] == {"type": "ValueError", "message": "of rank 1"}
 
 
 @pytest.mark.long
