@@ -123,7 +123,10 @@ class RunFolder:
                 " resume=override to resume with the settings of this command"
             ) from error
         plain[0]["solo"] = old_spellings.updated(plain[0].get("solo") or {})
-        before, now = (dict(leaves(each, of_lists=False)) for each in plain)
+        before, now = (
+            {key: value for key, value in leaves(each, of_lists=False) if value != "???"}  # a field that isn't set
+            for each in plain
+        )
         changed = [
             f"\n  {key}: {before.get(key)!r} before, {now.get(key)!r} now"
             for key in sorted({*before, *now})
