@@ -74,7 +74,8 @@ def run(arguments: Sequence[str]) -> int:
 def request_of(options: PlanOptions) -> tuple[CheckedConfig, PlanRequest, dict[str, SoloError]]:
     """Return the application, what to plan, and the errors of presets that refuse the overrides."""
     checked, presets, refused = compose(options)
-    return checked, request_for(checked, presets, options.device, options.budget, options.micro_batch), refused
+    request = request_for(checked, presets, options.device, options.budget, options.micro_batch)
+    return checked, replace(request, host_memory=host_of(options)), refused
 
 
 def request_for(
@@ -94,6 +95,7 @@ def request_for(
         budget=of_device,
         micro_batch=micro_batch,
         presets=presets,
+        host_memory=host_memory()[1] if device is None else None,
     )
 
 

@@ -127,7 +127,17 @@ def is_planned() -> bool:
 
 def host_room() -> int:
     """Return the most host memory to use, in bytes: 19/20 of the memory available within the control groups."""
-    return host_memory()[1] * 19 // 20
+    return usable(host_memory()[1])
+
+
+def usable(available: int) -> int:
+    """Return the bytes to use of those that are available."""
+    return available * 19 // 20
+
+
+def has_room(what: str, needed: int) -> bool:
+    """Return whether the host has room for more bytes; a plan replaces this, and ``what`` is for its messages."""
+    return needed <= host_room()
 
 
 def require_host_room(what: str, sizes: Sizes, remedy: str) -> None:

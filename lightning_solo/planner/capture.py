@@ -36,6 +36,7 @@ from lightning_solo.planner.fake_modules import (
 )
 from lightning_solo.planner.kernels import (
     planned_host_memory,
+    planned_host_room,
     planned_host_weights,
     planned_kernels,
     planned_offloading,
@@ -103,6 +104,8 @@ def capture(
     moves_batches: bool = True,
     marked: bool = False,
     noted: bool = False,
+    host: int | None = None,
+    answers: dict[str, bool] | None = None,
 ) -> Trace:
     """Train for a few optimizer steps and return their trace.
 
@@ -117,6 +120,8 @@ def capture(
         moves_batches: whether each batch is copied to the CUDA device in its step, and counted from then on.
         marked: whether calls of blocks are marked.
         noted: whether the trace keeps its notes, from which `resolved` computes what depends on all blocks.
+        host: bytes of the host's memory, as in `planned_host_room`.
+        answers: whether the host has room, likewise.
 
     Raises:
         PlanError: the module makes no optimizer step or computes no gradient; an index in the batch is out of range; an
@@ -145,6 +150,8 @@ def capture(
         trainer = home.Trainer(**{**arguments, **OWN_ARGUMENTS, "callbacks": callbacks, "logger": logger})
         stack.enter_context(planned_kernels(tracer, cuda=cuda))
         stack.enter_context(planned_offloading(tracer, cuda=cuda))
+        if fake:
+            stack.enter_context(planned_host_room(tracer, host, {} if answers is None else answers))
         if cuda:
             stack.enter_context(cuda_rules(attention))
             stack.enter_context(planned_host_memory(tracer))

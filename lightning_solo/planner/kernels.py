@@ -197,6 +197,27 @@ def planned_host_memory(tracer: Tracer) -> Iterator[None]:
 
 
 @contextmanager
+def planned_host_room(tracer: Tracer, memory: int | None, answers: dict[str, bool]) -> Iterator[None]:
+    """Decide by a plan's host memory whether the host has room, as a run decides by what is available.
+
+    Args:
+        tracer: knows the host memory in use.
+        memory: bytes of the host; None if they are unknown: then it has room.
+        answers: those given so far, which hold for traces of fewer blocks, too: the first trace is of the whole module.
+    """
+
+    def has_room(what: str, needed: int) -> bool:
+        used = sum(tracer.live(on_host=True).values()) + (0 if tracer.cuda else tracer.live_bytes)
+        has = answers.setdefault(what, memory is None or needed <= host_slabs.usable(memory - used))
+        if not has:
+            tracer.assume(f"the host has no room for {what}")
+        return has
+
+    with replaced(host_slabs, "has_room", has_room):
+        yield
+
+
+@contextmanager
 def planned_offloading(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
     """Mark the buffers of offloaded tensors as host memory, and record the copies that a GPU overlaps with kernels."""
     allocate, copy = Offloader._new_buffer, Offloader._copy

@@ -42,6 +42,7 @@ class Planner:
     device: Device
     budget: int
     micro_batch: int | None = None
+    host_memory: int | None = None
 
     def __post_init__(self) -> None:
         if self.batch is None:
@@ -276,6 +277,7 @@ class Planner:
         callbacks = [*given["callbacks"], *([callback] if callback is not None else [])]
         moves = not (arranged.ahead and self._cuda)  # prefetched batches are on the device before their step
         how = {"cuda": self._cuda, "steps": arranged.steps, "moves_batches": moves, "noted": True, **kind}
+        how |= {"host": self.host_memory, "answers": arranged.answers}
         return capture(make, sized(self.batch, self._examples, size), {**given, "callbacks": callbacks}, **how)
 
 

@@ -85,6 +85,7 @@ def plan(
         budget=budget_on(target, budget_bytes(budget), f"budget={budget!r}"),
         micro_batch=micro_batch,
         presets={**configs, **({} if bases is None else {SOLVED: bases})},
+        host_memory=host,
     )
     plans: list[Plan] = []
     errors: dict[str, SoloError] = {}

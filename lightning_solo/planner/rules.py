@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import Any
 
@@ -29,12 +29,14 @@ class Arrangement(Tracing):
         window: micro-batches of the traced window, which takes as much memory as a whole one.
         released: whether gradients are released in backward, small ones in groups.
         mixed: whether blocks have several modes.
+        answers: whether the host has room for something, by its name, as far as techniques asked in a trace.
     """
 
     arguments: Callable[..., dict[str, Any]] = dict
     window: int = 1
     released: bool = False
     mixed: bool = False
+    answers: dict[str, bool] = field(default_factory=dict)
 
 
 def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: bool = False) -> Arrangement:

@@ -32,6 +32,7 @@ class PlanRequest:
     budget: int
     micro_batch: int | None
     presets: Mapping[str, Any]
+    host_memory: int | None = None
 
 
 class Worker:

@@ -170,6 +170,25 @@ def test_tables_of_the_solver_from_few_blocks_equal_those_from_all(mode: str, mo
     assert (few.costs, few.phases, few.steps) == (whole.costs, whole.phases, whole.steps)
 
 
+@pytest.mark.long
+def test_trace_of_few_blocks_asks_for_host_memory_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    depth, target, trainer = 12, device("rtx-4090"), {"gradient_clip_val": 1.0}
+    host = 22 * 4 * (12 * 32**2 + 13 * 32)  # room for weights and gradients of 7 blocks, and not of 12
+    traced = counted(monkeypatch)
+    traces: list[Any] = []
+    for least in (3, depth + 1):
+        monkeypatch.setattr(few_blocks, "LEAST", least)
+        make = partial(ByteGPT, width=32, depth=depth, heads=2)
+        planner = Planner(make, characters(), trainer, target, MiB, host_memory=host)
+        traces.append(planner.captured(arrange(compose({"callback": {"weights_on_host": {}}}), trainer)))
+    few, whole = traces
+    assert traced.count(max(traced)) == 2  # until the first backward, and in the trace of all
+    assert len(traced) > 2
+    assert "kept gradients" in "".join(few.assumptions)
+    assert (few.costs, few.phases, few.steps) == (whole.costs, whole.phases, whole.steps)
+    assert (few.host_bytes, few.assumptions) == (whole.host_bytes, whole.assumptions)
+
+
 @pytest.mark.parametrize(
     ("short", "longer", "most"),
     [

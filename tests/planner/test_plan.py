@@ -141,6 +141,17 @@ def test_given_host_memory_is_judged() -> None:
     assert isinstance(other, Plan)
     assert other.verdict == "fits"
     assert HOST_NOT_JUDGED in other.assumptions
+    clipped = plan(
+        byte_gpt,
+        BATCH,
+        preset="stream",
+        device="rtx-4090",
+        host_memory="1KiB",
+        trainer={"gradient_clip_val": 1.0},
+        budget="1MiB",  # no other batch sizes are traced
+    )
+    assert isinstance(clipped, Plan)
+    assert "kept gradients" in "".join(clipped.assumptions)
 
 
 def test_host_memory_of_this_machine_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:

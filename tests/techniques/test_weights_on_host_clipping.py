@@ -495,6 +495,18 @@ def test_a_plan_updates_blocks_beside_the_forward_by_gradients_and_states_from_t
         assert any(cost.stream == TO_HOST and cost.slot >= RING_BUFFERS for cost in costs[begin:end])
 
 
+def test_a_plan_runs_batches_twice_where_the_host_has_no_room_for_gradients() -> None:
+    (batch,) = loader(1, width=WIDTH)
+    weights, gradients = BLOCKS * BLOCK, BLOCKS * BLOCK + OUTSIDE
+    least = weights + gradients * 20 // 19  # a run leaves a twentieth of what is available
+    configuration = compose({"precision": "32-true", "callback": {"weights_on_host": {}}})
+    for host, kept in ((least + 1024, gradients), (least - 1024, 0)):
+        planner = Planner(module_of, batch, {"gradient_clip_val": 1.0}, device("rtx-4090"), GiB, host_memory=host)
+        trace = planner.captured(arrange(configuration, planner.trainer))
+        assert 0 <= trace.host_bytes - weights - kept < 4096  # aligned
+        assert ("kept gradients" in "".join(trace.assumptions)) is not bool(kept)
+
+
 @pytest.mark.long
 def test_a_plan_has_the_gradients_on_the_host_and_on_the_bus() -> None:
     (batch,) = loader(1, width=WIDTH)

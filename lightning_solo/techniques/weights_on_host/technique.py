@@ -84,9 +84,10 @@ class WeightsOnHost(ReleasedGradients, Settings):
         if self.clipping == "auto":
             if isinstance(release.optimizer, CompactAdamW):
                 release.optimizer.place_states()  # they take host memory, too
-            needed, room = release.kept_bytes, host_slabs.host_room()
-            if needed <= room or host_slabs.is_planned():
+            needed = release.kept_bytes
+            if host_slabs.has_room("kept gradients", needed):
                 return False
+            room = host_slabs.host_room()
             why = f", which need {format_bytes(needed)} of host memory, and {format_bytes(room)} may be used"
         ctx.info(
             "weights_on_host: each batch runs forward and backward twice, first to measure the norm of its gradients"
