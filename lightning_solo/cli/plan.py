@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.solves:
         bases = Bases(bases_among(request.presets), host_of(options))
         request = replace(request, presets={**request.presets, SOLVED: bases})
-    plans, failed = planned(request, host_of(options), caveats_last=options.all_presets)
+    plans, failed = planned(request, host_of(options), checked.allow, caveats_last=options.all_presets)
     solved = next((plan for plan in plans if plan.configuration is not None and plan.fits), None)
     if path is not None and solved is not None:
         save(solved, path)
@@ -132,7 +132,7 @@ def show(
     else:
         if found is not None:
             print(found["conclusion"])
-        print_plans(plans, failed, notes(plans, request.presets), advice)
+        print_plans(plans, failed, notes(plans, request.presets, checked.allow), advice)
         for picture in pictures:
             print(f"picture: {picture}")
     return 0 if any(plan.fits for plan in plans) else 1
@@ -157,7 +157,9 @@ def search(options: PlanOptions, arguments: Sequence[str]) -> int:
             if len(names) > 1 and options.all_presets:
                 chosen = {name: preset for name, preset in request.presets.items() if not preset.caveats}
                 request = replace(request, presets=chosen or request.presets)
-            plans, failed = planned(request, host_of(options), caveats_last=options.all_presets, quiet=len(names) == 1)
+            plans, failed = planned(
+                request, host_of(options), checked.allow, caveats_last=options.all_presets, quiet=len(names) == 1
+            )
             if not plans:
                 error = next(iter({**failed, **refused}.values()))
                 raise PresetError(
@@ -202,7 +204,7 @@ def measure(*, as_json: bool) -> int:
 
 
 def planned(
-    request: PlanRequest, host_memory: int | None, *, caveats_last: bool, quiet: bool = False
+    request: PlanRequest, host_memory: int | None, allow: Sequence[str], *, caveats_last: bool, quiet: bool = False
 ) -> tuple[list[Plan], dict[str, SoloError]]:
     """Return the plans, best first, and the errors of the other presets; ``quiet`` omits the progress.
 
@@ -219,7 +221,7 @@ def planned(
                 answer = with_host_memory(answer, host_memory)
                 plans.append(answer)
                 if answer.configuration is not None:
-                    presets[name] = configuration_of(answer)
+                    presets[name] = configuration_of(answer, allow)
             else:
                 failed[name] = answer
             if name and not quiet:
@@ -229,10 +231,10 @@ def planned(
     return ranked(plans, presets, caveats_last=caveats_last), failed
 
 
-def notes(plans: Sequence[Plan], presets: Mapping[str, Configuration]) -> list[str]:
+def notes(plans: Sequence[Plan], presets: Mapping[str, Configuration], allow: Sequence[str] = ()) -> list[str]:
     """Return lines on presets with several micro-batches per step, on caveats, and on what a solved plan chooses."""
     planned = {
-        plan.preset: presets[plan.preset] if plan.configuration is None else configuration_of(plan) for plan in plans
+        plan.preset: configuration_of(plan, allow) if plan.configuration else presets[plan.preset] for plan in plans
     }
     factors = {name: configuration.first_factor for name, configuration in planned.items()}
     steps = [f"{name}: an optimizer step takes {count} micro-batches" for name, count in factors.items() if count > 1]

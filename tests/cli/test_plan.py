@@ -466,6 +466,18 @@ def test_solved_plan_is_shown_and_written_as_a_preset(
     assert "--save-preset bf16: " in err
 
 
+def test_solved_plan_has_objects_that_the_command_line_allows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = {"_target_": "lightning.pytorch.callbacks.Timer"}
+    plans = [replace(SAMPLE, preset="solved", configuration={"precision": "bf16-mixed", "callback": {"timer": timer}})]
+    monkeypatch.setattr(WORKER, "start", lambda: None)
+    monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: ((plan.preset, plan) for plan in plans))
+    allowed = [f"+solo.callback.timer._target_={timer['_target_']}", "allow=[lightning.pytorch.callbacks]"]
+    out, _ = called(capsys, *CARD, "--presets", "bf16,solved", *allowed)
+    assert "solved fits" in out
+
+
 @pytest.mark.long
 def test_solved_plan_fits_between_two_presets_and_its_preset_has_the_same_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
