@@ -286,10 +286,10 @@ def _collected_at_steps(*, frozen: bool) -> Iterator[None]:
     """Collect garbage only at the end of each micro-batch; Python's own collections differ from run to run.
 
     Args:
-        frozen: whether what exists already is left out at once, garbage included; to look through it takes as long as
-            half a trace of fake tensors, whose garbage is small.
+        frozen: whether to skip a collection of all that exists, which takes as long as half a trace of fake tensors.
+            It is quick if the process keeps its imports frozen, and is made then: frozen garbage would stay.
     """
-    enabled, others = gc.isenabled(), gc.get_freeze_count()
+    enabled, frozen = gc.isenabled(), frozen and not gc.get_freeze_count()
     if frozen:
         gc.freeze()
     else:
@@ -298,7 +298,7 @@ def _collected_at_steps(*, frozen: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if frozen and not others:  # else the process keeps what it imported frozen
+        if frozen:
             gc.unfreeze()
         if enabled:
             gc.enable()

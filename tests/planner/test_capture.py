@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +23,7 @@ from lightning_solo.optim.low_bit_adamw import AdamW8bit
 from lightning_solo.optim.muon import MuonAdamW
 from lightning_solo.optim.schedule_free import ScheduleFreeAdamW
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED
-from lightning_solo.planner.capture import Trace, capture
+from lightning_solo.planner.capture import Trace, _collected_at_steps, capture
 from lightning_solo.planner.fake_modules import fake_mode
 from lightning_solo.planner.rules import arrange
 from lightning_solo.planner.tracer import Tracer
@@ -298,3 +300,22 @@ def test_update_of_lists_is_counted_and_not_run(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.undo()
     # two tensors of three elements, of four bytes each
     assert tracer.costs[-1].bytes == 2 * 3 * 4
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["nothing frozen", "imports frozen"])
+def test_garbage_of_before_a_trace_is_freed(others: bool) -> None:
+    gc.unfreeze()
+    if others:
+        gc.freeze()
+    module = nn.Identity()
+    module.itself = [module]
+    garbage = weakref.ref(module)
+    del module
+    with _collected_at_steps(frozen=True):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.collect()
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    assert garbage() is None
+    assert bool(frozen) is others
