@@ -142,9 +142,11 @@ def _instead(key: str) -> str:
 
 def _without_solved(names: str | None) -> tuple[str | None, bool]:
     """Return the presets without the solved plan, and whether it is among them; None stands for all."""
-    left = [name for name in re.findall(r"\[[^]]*\]|[^,]+", names or "") if name.strip() != SOLVED]
-    is_there = names is None or len(left) < len(re.findall(r"\[[^]]*\]|[^,]+", names))
-    return (",".join(left) or None if is_there and names else names), is_there
+    every = re.findall(r"\[[^]]*\]|[^,]+", names or "")
+    left = [name for name in every if name.strip() != SOLVED]
+    if len(left) == len(every):
+        return names, names is None
+    return ",".join(left) or None, True
 
 
 def _presets(option: str, text: str | None) -> tuple[str, ...]:

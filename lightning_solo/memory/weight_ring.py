@@ -76,9 +76,9 @@ class WeightRing(BlockRing):
         self._shown: set[int] = set()  # blocks whose parameters have their numbers on the device
         self._away: dict[int, list[int]] = {}  # block whose parameters have none -> their versions before
         self._updated: set[int] = set()  # blocks that are to go back
-        self._staying: set[int] = set()  # those with buffers of their own, which go back at rest
+        self._staying: set[int] = set()  # updated ones with buffers of their own, which go back in `rest`
         self._late: dict[int, Callable[[], None]] = {}  # block -> takes the update that it waits for
-        self._taken: dict[int, Callable[[], None]] = {}  # those whose tensors may still be read
+        self._taken: dict[int, Callable[[], None]] = {}  # those whose tensors its stream may still read
         self._is_in_step = False
 
     def begin(self) -> None:
@@ -254,7 +254,7 @@ class WeightRing(BlockRing):
     def _take_late(self, slot: Any, number: int) -> None:
         """Take the update that a block in its buffer waits for, while others are computed, and copy it back.
 
-        If each block has a buffer of its own, none goes back until the end of the step is to be seen.
+        A block with a buffer of its own goes back in `rest`.
         """
         if number not in self._shown:
             self._set(number, self._there[number])
@@ -271,7 +271,7 @@ class WeightRing(BlockRing):
 
     @contextmanager
     def _beside(self, slot: Any) -> Iterator[None]:
-        """Launch operators on a stream of their own, after those so far; who next uses the buffer waits for them."""
+        """Launch operators on a stream of their own, after those so far; the buffer's next use waits for them."""
         if self._side is None:
             yield
             return

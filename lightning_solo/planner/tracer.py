@@ -128,9 +128,8 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
 
     def stage(self, staging: Staging, pieces: Mapping[str, int]) -> None:
         """Record that pieces of a number of bytes pass through staging buffers."""
-        served, number = self._served.get(staging, 0), len(self._served)
-        if staging in self._served:
-            number = list(self._served).index(staging)
+        served = self._served.setdefault(staging, 0)
+        number = [*self._served].index(staging)
         if staging.served != served:
             self.note(SERVED, number, size=staging.served)
         self._served[staging] = staging.served
