@@ -394,7 +394,10 @@ def test_an_optimizer_of_matrix_products_steps_without_autocast(make_trainer: Ma
 
 @pytest.mark.any_device
 def test_a_fit_that_fails_within_a_forward_takes_the_whole_step_before(make_trainer: Make) -> None:
-    modules = [module_of(fails_at=2) for _ in range(2)]
+    def one_by_one(p: Any) -> Any:  # a list's kernels would take states of another device
+        return torch.optim.AdamW(p, lr=1e-2, weight_decay=0.3, foreach=False)
+
+    modules = [module_of(fails_at=2, optimizer=one_by_one) for _ in range(2)]
     for module, technique in zip(modules, (GradientRelease(), WeightsOnHost(window=2)), strict=True):
         with pytest.raises((KeyboardInterrupt, SystemExit)):
             fit(make_trainer, technique, module=module)

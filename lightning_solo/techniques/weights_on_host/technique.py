@@ -213,7 +213,6 @@ class WeightsOnHost(ReleasedGradients, Settings):
                 f" {OPTION}.clipping=deferred"
             )
         release.arriving, release.postpone = ring.arrive, ring.postpone
-        ctx.undo.callback(self._settle)
         for optimizer in ctx.strategy.optimizers:
             for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
                 ctx.undo.callback(register(_AtRest(ring)).remove)
