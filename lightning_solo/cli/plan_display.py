@@ -161,7 +161,10 @@ def what_to_write(
             left += f"; the device will show {format_bytes(first.reserved_bytes)} as taken"
         if first.configuration is not None and saved is None:
             return f"{first.preset} fits, {left}. --save-preset my_run would write it as a preset, for solo=my_run"
-        preset = saved if saved is not None and first.configuration is not None else first.preset
+        preset = first.preset
+        if saved is not None and first.configuration is not None:  # which has what overrides add
+            preset = saved
+            overrides = [text for text in overrides if not text.lstrip("+~").startswith(("solo.", "solo/"))]
         again = command(preset, overrides, checked, first.micro_batch)
         return f"{first.preset} fits, {left}. {' '.join(descriptions(names_in(preset)))}\n{again}"
     shortage = (

@@ -467,15 +467,17 @@ def test_solved_plan_is_shown_and_written_as_a_preset(
 
 
 def test_solved_plan_has_objects_that_the_command_line_allows(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     timer = {"_target_": "lightning.pytorch.callbacks.Timer"}
     plans = [replace(SAMPLE, preset="solved", configuration={"precision": "bf16-mixed", "callback": {"timer": timer}})]
     monkeypatch.setattr(WORKER, "start", lambda: None)
     monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: ((plan.preset, plan) for plan in plans))
     allowed = [f"+solo.callback.timer._target_={timer['_target_']}", "allow=[lightning.pytorch.callbacks]"]
-    out, _ = called(capsys, *CARD, "--presets", "bf16,solved", *allowed)
+    out, _ = called(capsys, *CARD, "--presets", "bf16,solved", "--save-preset", "mine", *allowed)
     assert "solved fits" in out
+    assert out.splitlines()[-1].endswith("lightning-solo train 'allow=[lightning.pytorch.callbacks]' solo=mine")
 
 
 @pytest.mark.long
