@@ -270,8 +270,9 @@ def operator_tensors(tree: Any) -> list[Tensor]:
 
 def _gather(tree: Any, tensors: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
-        if hasattr(tree, "__tensor_flatten__"):  # torchao's states: count the wrapped tensors
-            tensors += (getattr(tree, name) for name in tree.__tensor_flatten__()[0])
+        if hasattr(tree, "__tensor_flatten__"):  # torchao's states, FSDP2's shards: count the wrapped tensors
+            parts = (getattr(tree, name) for name in tree.__tensor_flatten__()[0])
+            tensors += (part for part in parts if isinstance(part, Tensor))  # a shard also names its mesh
         else:
             tensors.append(tree)
     elif isinstance(tree, (list, tuple)):

@@ -24,7 +24,8 @@ def shard(
 ) -> Callable[[], Mapping[Tensor, nn.Parameter]]:
     """Shard each block's parameters over a mesh, then all others of the module as one group.
 
-    A block with a parameter that is used outside of it too stays in the module's group.
+    A block with a parameter that is used outside of it too stays in the module's group. Buffers become those of the
+    first process.
 
     Args:
         module: becomes a `torch.distributed.fsdp.FSDPModule`, as its blocks do.
@@ -47,10 +48,21 @@ def shard(
     for block in alone:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(module, mesh=mesh)
+    _share_buffers(module, mesh.get_group())
     for name in forward_methods:
         register_fsdp_forward_method(module, name)
     require_sharded(module)
     return partial(_restore, module, before)
+
+
+def _share_buffers(module: nn.Module, group: Any) -> None:
+    """Give each process the first one's buffers, which may be random."""
+    for buffer in module.buffers():
+        if type(buffer) is Tensor and buffer.layout is torch.strided and buffer.numel() and not buffer.is_meta:
+            value = buffer.detach().contiguous()
+            torch.distributed.broadcast(value.flatten().view(torch.uint8), group=group, group_src=0)  # any dtype
+            if not torch.equal(value, buffer):  # a copy, or NaN
+                buffer.copy_(value)
 
 
 def _restore(

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection, wait
 
+from lightning_solo.machine import HOST_SHARE
 from lightning_solo.processes import Child, fork
 
 GRACE_S = 30.0
@@ -56,6 +57,8 @@ def _rank(work: Callable[[int], int], rank: int, devices: int, port: int, _: Con
     """Run one rank, and end as a script does."""
     of_all = {"WORLD_SIZE": devices, "LOCAL_WORLD_SIZE": devices, "NODE_RANK": 0, "MASTER_PORT": port}
     variables = {"RANK": rank, "LOCAL_RANK": rank, **of_all}
+    if share := os.environ.get(HOST_SHARE):  # of the job
+        variables[HOST_SHARE] = int(share) // devices
     os.environ.update({name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "127.0.0.1"})
     try:
         status = work(rank)

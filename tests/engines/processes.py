@@ -143,6 +143,33 @@ def resumed(folder: Path, *sources: str) -> dict[str, Any]:
     return results
 
 
+class Noisy(ByteGPT):
+    """A byte GPT with buffers that are random in each process."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")))
+        super().__init__(width=32, depth=1, heads=2, context=16, warmup_steps=1)
+        self.register_buffer("noise", torch.randn(2, 4).T)
+        self.register_buffer("mask", torch.randn(16) > 0)
+        self.register_buffer("count", torch.tensor(3).expand(2))
+
+
+def buffers(folder: Path) -> list[Any]:
+    """Return each process's buffers after a step under `fsdp`, and those of a new module in each."""
+    end = BuffersAtEnd()
+    trained("fsdp", folder, module=Noisy(), callbacks=[end], max_steps=1)
+    return end.each
+
+
+class BuffersAtEnd(L.Callback):
+    """Collects the buffers of all processes when training ends, and those that their modules were made with."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        now, before = (dict(module.named_buffers()) for module in (pl_module, Noisy()))
+        self.each: list[Any] = [None, None]
+        torch.distributed.all_gather_object(self.each, [now, before])
+
+
 def main() -> None:
     """Call the function that the command line names, and save what it returns."""
     warnings.simplefilter("ignore")

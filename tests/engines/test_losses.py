@@ -65,3 +65,13 @@ def test_a_checkpoint_of_any_engine_is_read_by_any_other_and_by_a_plain_module(
         assert values == pytest.approx(expected, rel=0, abs=TOLERANCE), engine
     for pair, values in run("resumed", folder, "plain", *ENGINES).items():
         assert values == pytest.approx(expected, rel=0, abs=TOLERANCE), pair
+
+
+@pytest.mark.long
+def test_processes_under_fsdp_have_the_same_buffers_although_each_made_its_own(tmp_path: Path) -> None:
+    (first, first_made), (second, second_made) = run("buffers", tmp_path)
+    assert not torch.equal(first_made["noise"], second_made["noise"])
+    assert not torch.equal(first_made["mask"], second_made["mask"])
+    for name, buffer in first.items():
+        assert torch.equal(buffer, second[name]), name
+        assert torch.equal(buffer, first_made[name]), name

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from lightning_solo.atomic_files import write_json
 from lightning_solo.errors import CapabilityError, PresetError
-from lightning_solo.machine import Gpu
+from lightning_solo.machine import HOST_SHARE, Gpu
 from lightning_solo.processes import fork
 from lightning_solo.sweeps import ranks, server
 from lightning_solo.sweeps.files import SweepFolder
@@ -382,12 +382,13 @@ def test_ranks_have_the_environment_of_torchrun_and_the_first_failure_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
+    monkeypatch.setenv(HOST_SHARE, "100")
 
     def ended(work: Callable[[int], int]) -> int:
         return fork(lambda _: abs(ranks.run_ranks(2, work))).wait()
 
     def note(rank: int) -> int:
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", HOST_SHARE, "MASTER_PORT")
         (tmp_path / str(rank)).write_text(" ".join(os.environ[name] for name in names))
         return 0
 
@@ -403,8 +404,8 @@ def test_ranks_have_the_environment_of_torchrun_and_the_first_failure_counts(
 
     assert ended(note) == 0
     one, two = ((tmp_path / rank).read_text().split() for rank in "01")
-    assert (one[:4], two[:4]) == (["0", "0", "2", "127.0.0.1"], ["1", "1", "2", "127.0.0.1"])
-    assert one[4] == two[4]
+    assert (one[:5], two[:5]) == (["0", "0", "2", "127.0.0.1", "50"], ["1", "1", "2", "127.0.0.1", "50"])
+    assert one[5] == two[5]
     assert ended(fail) == 7
     assert ended(killed) == signal.SIGUSR1
 

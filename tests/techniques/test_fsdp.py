@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from lightning_solo.errors import ConflictError, NothingToDoError
+from lightning_solo.memory.census import LEAST, Kind, take_census
+from lightning_solo.memory.ledger import storages_of
 from lightning_solo.nn.sharding import require_sharded, shard
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.fsdp.technique import ShardedStrategy
@@ -71,6 +73,14 @@ def test_a_parameter_that_two_blocks_share_is_the_roots(mesh: Any) -> None:
     assert module.blocks[1].up.weight is module.blocks[0].up.weight
     module(torch.randn(2, 8)).sum().backward()
     assert module.blocks[0].up.weight.grad is not None
+
+
+def test_shards_are_counted_as_weights(mesh: Any) -> None:
+    module = Stack(blocks=2)
+    weights = [len(parameter.untyped_storage()) for parameter in module.parameters()]
+    shard(module, mesh, module.blocks)
+    assert len(storages_of(list(module.parameters()))) == len(weights)
+    assert sum(take_census(module).kinds[Kind("weights")].values()) == sum(max(each, LEAST) for each in weights)
 
 
 def test_a_parameter_outside_of_the_shards_is_refused_by_name(mesh: Any) -> None:

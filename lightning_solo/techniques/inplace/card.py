@@ -79,7 +79,7 @@ CARD = Card(
     planned="lightning_solo.techniques.inplace.card:planned",
     engines=answers(
         ddp=EXACT,
-        fsdp="it looks for readers of a tensor among all objects, which the mesh of FSDP2 doesn't stand",
+        fsdp="it looks for readers of a tensor among all objects, and fails at the device mesh of FSDP2",
         zero3="the engine takes the gradients that are compared",
     ),
 )

@@ -55,6 +55,6 @@ CARD = Card(
     engines=answers(
         ddp=ROUNDING,
         fsdp=ROUNDING,
-        zero3="it needs whole weights, which the engine gathers for a forward and a backward alone",
+        zero3="it needs whole weights, which the engine gathers only while forward and backward run",
     ),
 )
