@@ -8,6 +8,9 @@ block keeps, recomputes or moves what is fastest within the device and the host;
     python examples/plan_weights_on_host.py 8B --device rtx-4090 --tokens 8192
     python examples/plan_weights_on_host.py 8B 32B --device rtx-4090 rtx-5090 --tokens 4096 8192 16384   # a table
     python examples/plan_weights_on_host.py 8B --tokens 8192 --solved --host-memory 64GiB
+    python examples/plan_weights_on_host.py 8B --clip --device h200 --tokens 16384 --overrides \
+        callback.weights_on_host.window=32 callback.weights_on_host.kept_gradients=device \
+        callback.compact_states.state_budget=11.5GiB
 """
 
 from __future__ import annotations
