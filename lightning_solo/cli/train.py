@@ -29,7 +29,8 @@ from rich.console import Console
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.build import make, trainer_arguments
 from lightning_solo.cards.catalogue import built_in_cards, load_class
-from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.configuration import Chosen, Configuration
+from lightning_solo.cards.engines import EXACT, ROUNDING, answer_of
 from lightning_solo.checkpoint.damage import LAST
 from lightning_solo.cli import INTERRUPTED, TERMINATED, refuse
 from lightning_solo.cli.application import search_path_override
@@ -41,7 +42,7 @@ from lightning_solo.cli.command_line import (
     composed_once,
     split,
 )
-from lightning_solo.cli.run_folder import RunFolder
+from lightning_solo.cli.run_folder import RunFolder, is_first_rank
 from lightning_solo.errors import CheckpointError, PresetError, SoloError, nearest
 from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.files import conf_folder
@@ -63,6 +64,7 @@ PRELOAD = ("lightning.pytorch", "lightning_solo.reference.byte_gpt", "lightning_
 
 def run(arguments: Sequence[str]) -> int:
     """Train once, or let Hydra run a command line with its flags, such as ``-m`` for a sweep."""
+    arguments = as_given(arguments)
     flags, overrides = split(arguments)
     if not flags and not any(text.startswith("hydra.mode=") for text in overrides):
         with composed_once(overrides) as (cfg, checked, context):
@@ -74,6 +76,20 @@ def run(arguments: Sequence[str]) -> int:
     sys.argv = ["lightning-solo train", *flags, *search_path_override(overrides), *overrides]
     hydra.main(config_path=str(conf_folder() / "app"), config_name="train", **VERSION_BASE)(_job)()
     return 0
+
+
+def as_given(arguments: Sequence[str]) -> list[str]:
+    """Return the user's arguments, and the run's name, in a process that Lightning started for a further device.
+
+    Lightning starts it with the command of the first process and three overrides: ``hydra.run.dir`` of the first,
+    ``hydra.job.name=train_ddp_process_1`` and ``hydra.output_subdir=null``.
+    """
+    if is_first_rank() or not any(text.startswith("hydra.job.name=train_ddp_process_") for text in arguments):
+        return list(arguments)
+    *given, folder = arguments[:-2]
+    if not any(text.startswith("run=") for text in given):  # the default is the time
+        given.append(f"run={Path(folder.partition('=')[2].strip(chr(34))).name}")
+    return given
 
 
 def planned_bytes(cfg: DictConfig) -> int | None:
@@ -123,10 +139,18 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
         checked = replace(checked, solo=solo)
     often = checked.trainer.get("log_every_n_steps") or 50  # like other logs; 0 means never
     watch = [] if checked.solo.has("throughput") else [load_class(built_in_cards()["throughput"])(every_n_steps=often)]
-    safe = [name for name in fault_tolerance() if cfg.fault_tolerance and not checked.solo.has(name)]
-    for name in safe:
-        print(f"{name}: costs {built_in_cards()[name].costs}".replace("``", ""))
-    if safe:
+    safe = []
+    for card in (built_in_cards()[name] for name in fault_tolerance() if cfg.fault_tolerance):
+        if checked.solo.has(card.name):
+            continue
+        engine, technique = checked.solo.engine, Chosen(card, card.check({}), f"callback.{card.name}")
+        answer = answer_of(technique, engine, checked.solo) if engine else EXACT
+        runs = answer in (EXACT, ROUNDING)
+        safe += [card.name] * runs
+        if is_first_rank():
+            text = f"costs {card.costs}" if runs else f"left out under {engine}: {answer}"
+            print(f"{card.name}: {text}".replace("``", ""))
+    if safe and is_first_rank():
         print("fault_tolerance=false leaves these techniques out")
     check_machine(checked.solo)
     import lightning as L
@@ -179,7 +203,8 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
             f"nothing was trained: the run had finished, after {trainer.global_step} steps; to go on, write a larger"
             " trainer.max_steps or trainer.max_epochs"
         )
-    print_summary(trainer, data, folder, time.monotonic() - started)
+    if trainer.is_global_zero:
+        print_summary(trainer, data, folder, time.monotonic() - started)
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
 
 

@@ -26,7 +26,7 @@ from lightning_solo.cli.command_line import CheckedConfig, check_config
 from lightning_solo.cli.ladder import rung
 from lightning_solo.cli.ladder_line import RungConfig
 from lightning_solo.cli.run_folder import RunFolder
-from lightning_solo.cli.train import build_parts, csv_logger, first_batch
+from lightning_solo.cli.train import as_given, build_parts, csv_logger, first_batch
 from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.presets.compose import compose
 from tests.cli.commands import call, environment, signalled
@@ -224,6 +224,44 @@ def test_other_ranks_of_a_run_neither_lock_nor_write_its_folder(
             monkeypatch.setenv(name, "0")
         with pytest.raises(CheckpointError, match=mentions("in use by")):
             RunFolder(tmp_path).open(cfg)
+
+
+def test_a_further_process_gets_the_users_arguments_and_the_folder_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_lightning = ['hydra.run.dir="runs/noon"', "hydra.job.name=train_ddp_process_1", "hydra.output_subdir=null"]
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert as_given(["solo=ddp", *of_lightning]) == ["solo=ddp", "run=noon"]
+    assert as_given(["run=noon", *of_lightning]) == ["run=noon"]
+    assert as_given(["solo=ddp"]) == ["solo=ddp"]
+    monkeypatch.delenv("LOCAL_RANK")
+    assert as_given(of_lightning) == of_lightning  # refused as any user's
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_run_on_two_devices_has_one_folder_saves_after_a_signal_and_resumes(engine: str, tmp_path: Path) -> None:
+    arguments = [*QUICK, f"solo={engine}", "solo.devices=2", "+trainer.accelerator=cpu"]
+    output = train(tmp_path, *arguments, "trainer.max_steps=3")
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert steps_of(folder) == 3
+    assert len(lines_with(output, "finite_guard", "left out", engine)) == 1
+    assert len(lines_with(output, "safe_checkpoint", "costs")) == 1
+    assert len(lines_with(output, "3 optimizer steps")) == 1
+    run = [*arguments, f"run={folder.name}", "resume=auto"]
+    metrics = folder / "csv" / "metrics.csv"
+    written = metrics.stat().st_mtime_ns
+    status, output = signalled(
+        tmp_path,
+        "train",
+        *run,
+        "trainer.max_steps=100000",
+        sent=signal.SIGTERM,  # to the first process only
+        ready=lambda: metrics.stat().st_mtime_ns > written and metrics.read_text().count("\n") > 3,
+    )
+    assert status == 143, output
+    assert steps_of(folder) > 3
+    assert lines_with(output, "resume with", folder.name)
 
 
 @pytest.mark.long

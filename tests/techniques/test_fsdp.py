@@ -104,6 +104,13 @@ def test_a_parameter_made_after_sharding_is_refused_before_it_trains(tmp_path: P
         fitted("fsdp", tmp_path, module=module, devices=1)
 
 
+def test_a_module_that_optimizes_manually_is_refused_since_its_weights_would_not_train(tmp_path: Path) -> None:
+    module = regression(L, Stack(blocks=2))
+    module.automatic_optimization = False
+    with pytest.raises(ConflictError, match=mentions("automatic_optimization=False", "ddp", "zero3")):
+        fitted("fsdp", tmp_path, module=module, devices=1, gradient_clip_val=None, accumulate_grad_batches=1)
+
+
 def test_blocks_that_dont_exist_are_refused(tmp_path: Path) -> None:
     assert ShardedStrategy(blocks=["Blok"]).settings.blocks == ["Blok"]
     with pytest.raises(NothingToDoError, match="Blok"):

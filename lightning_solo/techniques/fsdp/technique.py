@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_solo.cards.settings import TechniqueSettings
-from lightning_solo.errors import NothingToDoError
+from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.nn.blocks import named_blocks
 from lightning_solo.nn.sharding import gathered, load_states, load_weights, require_sharded, restore_optimizer, shard
 from lightning_solo.seams import patches
@@ -34,7 +34,7 @@ class ShardedStrategy(Base, Settings):
         settings: the arguments.
 
     Raises:
-        ConflictError: a parameter of the module can't be sharded.
+        ConflictError: a parameter of the module can't be sharded, or the module optimizes manually.
     """
 
     base = "ModelParallelStrategy"
@@ -77,6 +77,12 @@ class ShardedStrategy(Base, Settings):
     def setup(self, trainer: Any) -> None:
         """Shard the module, which is complete and changed by the techniques; its weights are on the host so far."""
         module = self._module
+        if trainer.training and not module.automatic_optimization:
+            raise ConflictError(
+                f"strategy=fsdp and {type(module).__name__}.automatic_optimization=False: training_step gathers the"
+                " weights, and a backward before its end doesn't reach their shards; write automatic_optimization=True,"
+                " or the preset ddp or zero3 in its place"
+            )
         try:
             blocks = named_blocks(module, self.blocks, "strategy.blocks")
         except NothingToDoError:

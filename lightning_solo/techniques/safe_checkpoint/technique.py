@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_solo.checkpoint.folders import local
 from lightning_solo.errors import ConflictError
 from lightning_solo.seams import patches, resuming
@@ -34,7 +36,8 @@ class SafeCheckpoint(Technique, Settings):
     `ModelCheckpoint` of the Trainer and for ``trainer.save_checkpoint``, during the fit and after it.
 
     SIGTERM and SIGINT save ``last.ckpt`` before the next batch and end the process with the status 143 or 130; SIGUSR1
-    saves, and training goes on. A second SIGTERM or SIGINT ends the process at once. SIGHUP is ignored.
+    saves, and training goes on. A second SIGTERM or SIGINT ends the process at once. SIGHUP is ignored. Of several
+    processes it is enough that one gets the signal; all end after the same batch.
 
     Raises:
         PresetError: an argument is ill-formed.
@@ -77,7 +80,7 @@ class SafeCheckpoint(Technique, Settings):
         self._stepping_from = None
         self._saved_at = time.monotonic()
         self._io.configuration = configuration_hash(pl_module, self.ctx.techniques if self.ctx else ())
-        for folder in patches.checkpoint_folders(trainer):
+        for folder in patches.checkpoint_folders(trainer) if trainer.is_global_zero else ():  # which alone writes
             self._io.claim(local(folder))
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
@@ -93,7 +96,8 @@ class SafeCheckpoint(Technique, Settings):
             self._look(trainer)
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
-        self._look(trainer)
+        if trainer.world_size == 1:  # processes may validate different numbers of batches
+            self._look(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._look(trainer)
@@ -108,7 +112,9 @@ class SafeCheckpoint(Technique, Settings):
         self._stepping_from = trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if self.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_minutes:
+        if self.every_minutes is None:
+            return
+        if trainer.strategy.broadcast(time.monotonic() - self._saved_at >= 60 * self.every_minutes):
             trainer.save_checkpoint(self._last(trainer))
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
@@ -145,6 +151,8 @@ class SafeCheckpoint(Technique, Settings):
         Raises:
             SystemExit: 143 after SIGTERM, 130 after SIGINT.
         """
+        if self._signals is not None and trainer.strategy.reduce_boolean_decision(bool(self._signals), all=False):
+            self._signals[:] = of_all_processes(self._signals)
         if not self._signals:
             return
         asked, stop = set(self._signals), next((each for each in self._signals if each in STOPS), None)
@@ -171,6 +179,15 @@ class SafeCheckpoint(Technique, Settings):
         folders = patches.checkpoint_folders(trainer)
         folder = local(folders[0]) if folders else Path(trainer.default_root_dir, "checkpoints")
         return folder / "last.ckpt"
+
+
+def of_all_processes(numbers: list[int]) -> list[int]:
+    """Return the signals that have arrived in any process; all must call it."""
+    if not torch.distributed.is_initialized():
+        return numbers
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, numbers)
+    return [number for each in gathered for number in each]
 
 
 def configuration_hash(module: Any, techniques: Any) -> str:
