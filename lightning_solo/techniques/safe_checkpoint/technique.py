@@ -36,8 +36,7 @@ class SafeCheckpoint(Technique, Settings):
     `ModelCheckpoint` of the Trainer and for ``trainer.save_checkpoint``, during the fit and after it.
 
     SIGTERM and SIGINT save ``last.ckpt`` before the next batch and end the process with the status 143 or 130; SIGUSR1
-    saves, and training goes on. A second SIGTERM or SIGINT ends the process at once. SIGHUP is ignored. Of several
-    processes it is enough that one gets the signal; all end after the same batch.
+    saves, and training goes on. A second SIGTERM or SIGINT ends the process at once. SIGHUP is ignored.
 
     Raises:
         PresetError: an argument is ill-formed.
