@@ -58,7 +58,10 @@ class Growth:
 
 
 def live_tensors() -> list[Tensor]:
-    """Return the tensors that the garbage collector tracks and that have a storage, without compilers' fake tensors."""
+    """Return the tensors that the garbage collector tracks and that have a storage.
+
+    Compilers' fake tensors are left out, and subclasses that wrap tensors, as shards: these tensors are tracked too.
+    """
     # not isinstance(), since a lazy proxy would import or compute its __class__
     known: dict[type, bool] = {}
     tensors = []
@@ -66,7 +69,8 @@ def live_tensors() -> list[Tensor]:
         kind = type(one)
         is_tensor = known.get(kind)
         if is_tensor is None:
-            is_tensor = known[kind] = issubclass(kind, Tensor) and not issubclass(kind, FakeTensor)
+            wraps = hasattr(kind, "__tensor_flatten__")
+            is_tensor = known[kind] = issubclass(kind, Tensor) and not wraps and not issubclass(kind, FakeTensor)
         if is_tensor and storage_of(one) is not None:
             tensors.append(one)
     return tensors

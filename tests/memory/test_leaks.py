@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
@@ -55,6 +57,18 @@ def test_fake_tensors_are_not_counted() -> None:
         kept = mode.from_tensor(torch.empty(7777, 3), static_shapes=False)  # as a compiler keeps for sizes that vary
     assert all("FakeTensor" not in kind.type for kind in take_census().kinds)
     assert kept.shape[1] == 3
+
+
+def test_a_tensor_that_wraps_another_is_not_counted_beside_it() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        kept = distribute_tensor(torch.ones(7, 11), init_device_mesh("cpu", (1,)), [Shard(0)])
+        kinds = take_census().kinds
+        assert len(kinds[OTHER]) == 1
+        assert "DTensor" not in {kind.type for kind in kinds}
+        assert kept.to_local().shape == (7, 11)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_census_holds_no_tensor() -> None:
