@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +22,8 @@ ENGINE_OF = {
     "DeepSpeedStrategy": "zero3",
 }
 """Name of Lightning's strategy for several devices -> engine by which cards know it."""
+GRACE_S = 10.0
+"""Seconds that a process may take to end its run after the first process has ended."""
 
 
 def engine_of(strategy: Any) -> str:
@@ -57,6 +63,7 @@ class SeveralDevices(OfEitherHome):
         trainer = this.lightning_module.trainer  # type: ignore[attr-defined]
         alone = patches.without_distributed_sampler if self.is_alone else patches.samplers_kept_in_order
         self._stack.enter_context(alone(trainer))
+        self._stack.enter_context(ends_with_its_parent())
         super().setup_environment()  # type: ignore[misc]
 
     def open_alone(self, backend: str) -> None:
@@ -77,6 +84,31 @@ class SeveralDevices(OfEitherHome):
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.close()
+
+
+@contextmanager
+def ends_with_its_parent() -> Iterator[None]:
+    """End a process that isn't a machine's first, within the context, soon after the one that started it.
+
+    It may wait for that one in a collective. Lightning ends the first process after any other.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        yield
+        return
+    parent, left = os.getppid(), threading.Event()
+
+    def watch() -> None:
+        while not left.wait(1.0):
+            if os.getppid() != parent and not left.wait(GRACE_S):
+                print("the first process has ended, and so does this one, which waits for it", file=sys.stderr)
+                sys.stderr.flush()
+                os._exit(1)  # the main thread may wait in a collective
+
+    threading.Thread(target=watch, name="ends with its parent", daemon=True).start()
+    try:
+        yield
+    finally:
+        left.set()
 
 
 def agreed(value: int | float | bool, what: str, remedy: str) -> None:

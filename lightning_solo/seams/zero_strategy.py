@@ -17,6 +17,7 @@ from lightning_solo.cards.settings import TechniqueSettings
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.processes import environment
 from lightning_solo.seams import patches
+from lightning_solo.seams.engines import ends_with_its_parent
 from lightning_solo.seams.homes import OfEitherHome
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.strategy import begin, run_of
@@ -170,6 +171,7 @@ class ZeroStrategy(Base):
             self._process_group_backend = self._get_process_group_backend()
             self._opened_group = open_process_group(self._process_group_backend) or bool(self._opened_group)
         else:
+            self._stack.enter_context(ends_with_its_parent())
             with nothing_compiled_for_communication():
                 self._init_deepspeed_distributed()
 

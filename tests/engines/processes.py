@@ -7,11 +7,14 @@ saves what it returns to ``FOLDER/NAME.pt``.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_solo as solo
+from lightning_solo.errors import ConflictError
 from lightning_solo.reference.byte_gpt import ByteGPT
 
 ROOT = Path(__file__).parents[2]
@@ -42,22 +46,37 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
+def started(name: str, folder: Path, *arguments: str, limit_s: float = LIMIT_S) -> str:
+    """Call a function of this file in two processes, and return their output once both have ended.
+
+    Raises:
+        subprocess.TimeoutExpired: one of them didn't end; both are killed.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.engines.processes", name, str(folder), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        return process.communicate(timeout=limit_s)[0]  # the second process has the pipe too
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
 def run(name: str, folder: Path, *arguments: str, limit_s: float = LIMIT_S) -> Any:
     """Call a function of this file in two processes, and return what the first one returned.
 
     Raises:
         AssertionError: it failed; with the processes' output.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.processes", name, str(folder), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-    )
+    output = started(name, folder, *arguments, limit_s=limit_s)
     result = folder / f"{name}.pt"
-    assert result.exists(), done.stdout[-3000:] + done.stderr[-6000:]  # DeepSpeed may abort at the end
+    assert result.exists(), output[-9000:]  # DeepSpeed may abort at the end
     return torch.load(result, weights_only=True)
 
 
@@ -168,6 +187,54 @@ class BuffersAtEnd(L.Callback):
         now, before = (dict(module.named_buffers()) for module in (pl_module, Noisy()))
         self.each: list[Any] = [None, None]
         torch.distributed.all_gather_object(self.each, [now, before])
+
+
+def rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def uneven(folder: Path) -> dict[str, str]:
+    """Return the refusals of four batches in the first process and six in the second, and of two parts and four."""
+    batches = [({"strategy": settings}, texts(4, rows=16 + 8 * rank())) for settings in ENGINES.values()]
+    in_parts = {"strategy": ENGINES["ddp"], "callback": {"micro_batching": {"micro_batch": 2}}}
+    parts = (in_parts, texts(4 + 4 * rank(), rows=16 + 16 * rank()))
+    messages = {}
+    for name, (preset, each) in zip([*ENGINES, "parts"], [*batches, parts], strict=True):
+        try:
+            trained(preset, folder, batches=each, use_distributed_sampler=False)
+            messages[name] = "trained"
+        except ConflictError as error:
+            messages[name] = str(error)
+    return messages
+
+
+class Ends(L.Callback):
+    """Ends one process in its second batch, while the other one waits for it."""
+
+    def __init__(self, rank: int, how: str) -> None:
+        self.rank, self.how = rank, how
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 1:
+            return
+        if rank() != self.rank:
+            time.sleep(2 * LIMIT_S if self.how == "leave" else 0)  # as in a collective that doesn't notice
+            return
+        if self.how == "exit":
+            os._exit(3)
+        raise RuntimeError(f"rank {self.rank} can't go on")
+
+
+def ending(folder: Path, engine: str, which: str, how: str) -> None:
+    """Train until one process ends."""
+    trained({"strategy": ENGINES[engine]}, folder, callbacks=[Ends(int(which), how)])
+
+
+def cards(folder: Path, engine: str, *names: str) -> dict[str, Any]:
+    """Train under an engine and each technique that it allows."""
+    from tests.engines.cards import under_engine
+
+    return under_engine(folder, engine, *names)
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def complaint(name: str, answer: str, result: dict[str, Any], alone: dict[str, A
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_processes_train_as_the_cards_say(engine: str, tmp_path: Path) -> None:
-    results = run("cards", tmp_path, engine)
+    results = run("cards", tmp_path, engine, limit_s=1800)
     alone = results.pop("alone")
     said = answers(engine)
     assert results.keys() == said.keys()
