@@ -372,6 +372,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "techniques/prefetch/technique.py": 1,
         "techniques/quantization/card.py": 2,
         "seams/zero_strategy.py": 1,
+        "techniques/fsdp/technique.py": 1,
         "cards/configuration.py": 1,
         "cards/engines.py": 3,
         "guard.py": 1,

@@ -440,7 +440,7 @@ def test_a_module_of_pytorch_lightning_trains_resumes_predicts_and_climbs_the_la
     ]
     for steps in (2, 4):
         cfg = compose_application([*own, "run=net", f"trainer.max_steps={steps}", "resume=auto"])
-        HydraConfig.instance().set_config(cfg)
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
         train_command.train(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]), folder)
         assert steps_of(folder) == steps
     assert (folder / "csv" / "metrics.csv").exists()
