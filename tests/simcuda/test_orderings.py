@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -186,14 +186,15 @@ def test_states_return_to_the_device_after_the_first_step(monkeypatch: pytest.Mo
     assert optimizer.host_bytes == 0
 
 
-def pinned_tensors() -> list[Tensor]:
+def pinned_tensors(but: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Return all pinned tensors of the process, without those of earlier tests, which may be anything."""
     found = [one for one in gc.get_objects() if type(one) is Tensor and one.device.type == "cpu" and one.numel()]
-    return [one for one in found if one.is_pinned()]
+    return [one for one in found if one.is_pinned() and not any(one is other for other in but)]
 
 
 @pytest.mark.parametrize("compact", [True, False])
 def test_gradients_on_the_host_are_dropped_while_they_are_under_way(compact: bool) -> None:
-    others = pinned_tensors()  # of earlier tests
+    others = pinned_tensors()
     module = net()
     optimizer: Any = (
         CompactAdamW(module.parameters(), lr=1e-2) if compact else torch.optim.AdamW(module.parameters(), foreach=False)
@@ -205,18 +206,19 @@ def test_gradients_on_the_host_are_dropped_while_they_are_under_way(compact: boo
             module(torch.ones(6, 70, device=CUDA, dtype=kind)).float().square().mean().backward()
         if window < 2:
             release.step()
-    sums = [one for one in pinned_tensors() if not any(one is other for other in others)]
+    sums = pinned_tensors(others)
     assert sums
     release.remove()
     assert all(torch.isfinite(one).all() for one in sums)
 
 
 def test_gradients_get_other_room_while_they_are_under_way() -> None:
+    others = pinned_tensors()
     module = net()
     release = StepInBackward(CompactAdamW(module.parameters()), accumulation=2, buffer="host")
     kind = next(module.parameters()).dtype
     module(torch.ones(6, 70, device=CUDA, dtype=kind)).float().square().mean().backward()
-    sums = pinned_tensors()
+    sums = pinned_tensors(others)
     assert sums
     release.forget()
     release.allocate()

@@ -26,7 +26,9 @@ pytestmark = [
 ]
 WIDTH = 64  # matrices of 64 x 256 = 16,384 elements, which are compressed
 ENGINES = {name for name in solo.list_presets() if composed(name).has("zero_offload")}
-PLAIN = [name for name in solo.list_presets() if name != "auto" and name not in ENGINES]
+NEEDS_NCCL = {name for name in solo.list_presets() if composed(name).engine in ("ddp", "fsdp")}
+"""Presets whose processes speak through NCCL, which the simulated device hasn't; they run on the CPU, and on a GPU."""
+PLAIN = [name for name in solo.list_presets() if name != "auto" and name not in ENGINES | NEEDS_NCCL]
 NEEDS_DEEPSPEED = pytest.mark.skipif(not is_installed("deepspeed"), reason="needs deepspeed")
 DEEPSPEED = [
     pytest.param("zero_offload", marks=NEEDS_DEEPSPEED),
