@@ -345,7 +345,7 @@ def test_smaller_budget_chooses_another_preset_and_its_fit_runs(make_trainer: An
     assert "checkpointing *" in capsys.readouterr().out
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     trainer = make_trainer(L.pytorch, **{**chosen[1], "max_steps": 2})
-    trainer.fit(module, DataLoader([batch[:4]] * 3, batch_size=None))
+    trainer.fit(module, DataLoader([batch] * 3, batch_size=None))
     assert trainer.global_step == 2
 
 
