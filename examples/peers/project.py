@@ -34,7 +34,7 @@ def model() -> LlamaForCausalLM:
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of the text in a shuffled order that is the same for all."""
+    """Windows of the text, in a random order that is the same for all scripts."""
 
     def __init__(self) -> None:
         rows = windows(read_splits(4_000_000)[0], CONTEXT)
@@ -54,4 +54,4 @@ def loader() -> DataLoader[dict[str, Tensor]]:
 
 
 def seen(loss: Tensor) -> None:
-    """Record a loss, where the model itself is never called; `examples/compare_peers.py` replaces this function."""
+    """Take a loss, in scripts that never call the model itself. `examples/compare_peers.py` replaces this function."""

@@ -116,7 +116,7 @@ def series(batch_size: int = 4) -> Any:
 
 
 def series_dataset(covariates: bool = True) -> Any:
-    """Return pytorch-forecasting's data set of the series, without covariates for N-BEATS."""
+    """Return pytorch-forecasting's data set of the series; N-BEATS takes no covariates."""
     from pytorch_forecasting import TimeSeriesDataSet
     from pytorch_forecasting.data import NaNLabelEncoder
 

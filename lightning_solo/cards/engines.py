@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from lightning_solo.cards.configuration import Chosen, Configuration
 
 ENGINES = ("ddp", "fsdp", "zero3")
-"""DistributedDataParallel; FSDP2, which shards weights, gradients and states; DeepSpeed's ZeRO, which does too."""
+"""torch's DistributedDataParallel and FSDP2, and DeepSpeed's ZeRO. The last two shard weights, gradients and states."""
 
 EXACT = "exact"
 ROUNDING = "rounding"
@@ -25,7 +25,17 @@ def answers(ddp: Answer, fsdp: Answer, zero3: Answer) -> Mapping[str, Answer]:
     return {"ddp": ddp, "fsdp": fsdp, "zero3": zero3}
 
 
-EVERYWHERE = answers(EXACT, EXACT, EXACT)
+def alike(answer: Answer) -> Mapping[str, Answer]:
+    """Return the same answer for each engine."""
+    return dict.fromkeys(ENGINES, answer)
+
+
+EVERYWHERE = alike(EXACT)
+
+
+def several_devices(settings: object) -> str:
+    """Return the caveat of a strategy that is an engine."""
+    return "is for several devices"
 
 
 def answer_of(chosen: Chosen, engine: str, configuration: Configuration) -> str:

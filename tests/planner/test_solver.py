@@ -236,13 +236,16 @@ def test_blocks_that_copy_are_spread_among_the_others() -> None:
 
 
 def test_search_moves_states_to_make_room_for_faster_modes() -> None:
-    options = {"recompute": Option(2, 30, 50, 1, 3), "offload": Option(5, 30, 40, 1, 2, copied=40)}
-    calls = [Call(f"blocks.{number}", options) for number in range(16)]
-    states = {"states": Movable(400, 10, {UP: 1, DOWN: 1})}
-    problem = Problem(calls, [*reversed(range(16))], 500, 0, 0, {}, 540, None, states, bandwidth=60)
+    options = {
+        "recompute": Option(2, 22, 33, 1, 2),
+        "keep": Option(58, 16, 27, 1, 1),
+        "offload": Option(5, 37, 46, 1, 1, copied=45),
+    }
+    calls = [Call(f"blocks.{number}", options) for number in range(12)]
+    states = {"states": Movable(305, 15, {UP: 1, DOWN: 1})}
+    problem = Problem(calls, [*reversed(range(12))], 905, 0, 0, {}, 710, None, states, bandwidth=84)
     by_highs, by_search = solve(problem, highs=True), solve(problem, highs=False)
-    assert set(by_highs.modes.values()) == {"offload"}
-    assert by_search.seconds <= 1.02 * by_highs.seconds
+    assert by_highs.seconds <= by_search.seconds <= 1.05 * by_highs.seconds
 
 
 @pytest.mark.parametrize("highs", [True, False], ids=["highs", "search"])

@@ -1,4 +1,4 @@
-"""ZeroStageStrategy on one device; several are in tests/engines."""
+"""ZeroStageStrategy on one device. Runs on several devices are tested in tests/engines."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning_solo.cards.card import Card, Rung
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.cards.engines import ROUNDING, answers
+from lightning_solo.cards.engines import ROUNDING, alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -118,5 +118,5 @@ CARD = Card(
     first_factor=first_factor,
     rung=Rung("accumulation", order=30),
     planned="lightning_solo.techniques.accumulation_schedule.card:planned",
-    engines=answers(ddp=_under_engines, fsdp=_under_engines, zero3=_under_engines),
+    engines=alike(_under_engines),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_solo.cards.card import Card
-from lightning_solo.cards.engines import ROUNDING, answers
+from lightning_solo.cards.engines import ROUNDING, alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -43,5 +43,5 @@ CARD = Card(
     conflicts="a module that itself selects other kernels by `torch.nn.attention.sdpa_kernel`",
     reference="Dao 2023 (FlashAttention-2), arXiv 2307.08691; Rabe and Staats 2021, arXiv 2112.05682",
     planned="lightning_solo.techniques.attention.card:planned",
-    engines=answers(ddp=ROUNDING, fsdp=ROUNDING, zero3=ROUNDING),
+    engines=alike(ROUNDING),
 )

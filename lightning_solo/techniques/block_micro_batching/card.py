@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.cards.engines import ROUNDING, answers
+from lightning_solo.cards.engines import ROUNDING, alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -55,5 +55,5 @@ CARD = Card(
     " GreedySnake, https://arxiv.org/abs/2512.17570",
     owns=frozenset({"saved_tensors"}),
     rules=(_compiled,),
-    engines=answers(ddp=ROUNDING, fsdp=ROUNDING, zero3=ROUNDING),
+    engines=alike(ROUNDING),
 )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.cards.engines import answers
+from lightning_solo.cards.engines import alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -86,9 +86,5 @@ CARD = Card(
     instead={"batches": "callback.curriculum.by=sequence_length"},
     rules=(_steps_unknown,),
     planned="left out",
-    engines=answers(
-        ddp="its batches aren't split over processes",
-        fsdp="its batches aren't split over processes",
-        zero3="its batches aren't split over processes",
-    ),
+    engines=alike("its batches aren't split over processes"),
 )

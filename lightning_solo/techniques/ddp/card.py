@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.engines import several_devices
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -17,11 +18,6 @@ class Settings(TechniqueSettings):
     find_unused_parameters: bool = setting(False, "look in each step for parameters that the loss doesn't depend on")
     gradient_as_bucket_view: bool = setting(True, "keep gradients in the buckets that are reduced, not beside them")
     timeout_s: int = setting(1800, "seconds after which a process that waits for others fails", at_least=1)
-
-
-def several_devices(settings: object) -> str:
-    """Return the caveat of an engine."""
-    return "is for several devices"
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.cards.engines import ROUNDING, answers
+from lightning_solo.cards.engines import ROUNDING, alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -139,5 +139,5 @@ CARD = Card(
     caveat=lambda settings: "trains towards the outputs of another model",
     on_cpu={"teacher": START, "alpha": 0.1},
     planned="lightning_solo.techniques.distillation.card:planned",
-    engines=answers(ddp=ROUNDING, fsdp=ROUNDING, zero3=ROUNDING),
+    engines=alike(ROUNDING),
 )

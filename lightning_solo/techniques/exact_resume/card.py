@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
-from lightning_solo.cards.engines import answers
+from lightning_solo.cards.engines import alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -33,9 +33,5 @@ CARD = Card(
     reference="MosaicML Composer's resumption, docs.mosaicml.com (save points); Lightning's issues 19764 and 20550",
     exact=True,
     planned="left out",
-    engines=answers(
-        ddp="it saves the loader and the random states of the first process alone",
-        fsdp="it saves the loader and the random states of the first process alone",
-        zero3="it saves the loader and the random states of the first process alone",
-    ),
+    engines=alike("it saves the loader and the random states of the first process alone"),
 )

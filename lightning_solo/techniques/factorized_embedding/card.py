@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
-from lightning_solo.cards.engines import ROUNDING, answers
+from lightning_solo.cards.engines import ROUNDING, alike
 from lightning_solo.cards.factors import FactorSettings, rule_of
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import setting
@@ -34,5 +34,5 @@ CARD = Card(
     caveat=lambda settings: "replaces the embedding by a smaller one",
     on_cpu={"rank": 8, "after_fit": "merge"},  # the tests over all cards compare the module's own weights
     planned="lightning_solo.cards.factors:planned",
-    engines=answers(ddp=ROUNDING, fsdp=ROUNDING, zero3=ROUNDING),
+    engines=alike(ROUNDING),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_solo.cards.card import Card, resources
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.cards.engines import answers
+from lightning_solo.cards.engines import alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -67,9 +67,5 @@ CARD = Card(
     exact=True,
     rules=(_engine,),
     planned="left out",
-    engines=answers(
-        ddp="each process would decide for itself to skip a step",
-        fsdp="each process would decide for itself to skip a step",
-        zero3="each process would decide for itself to skip a step",
-    ),
+    engines=alike("each process would decide for itself to skip a step"),
 )

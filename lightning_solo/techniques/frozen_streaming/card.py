@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.cards.engines import answers
+from lightning_solo.cards.engines import alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -52,9 +52,5 @@ CARD = Card(
     " execution, https://arxiv.org/abs/2002.05645",
     exact=True,
     rules=(_not_by_blocks,),
-    engines=answers(
-        ddp="it stores weights in its own way on one device",
-        fsdp="it stores weights in its own way on one device",
-        zero3="it stores weights in its own way on one device",
-    ),
+    engines=alike("it stores weights in its own way on one device"),
 )

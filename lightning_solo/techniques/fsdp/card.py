@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_solo.cards.card import Card
+from lightning_solo.cards.engines import several_devices
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, names_or, setting
 from lightning_solo.cards.tracing import Tracing
@@ -27,11 +28,6 @@ class Settings(TechniqueSettings):
         allowed=("file", "folder"),
     )
     timeout_s: int = setting(1800, "seconds after which a process that waits for others fails", at_least=1)
-
-
-def several_devices(settings: object) -> str:
-    """Return the caveat of an engine."""
-    return "is for several devices"
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_solo.cards.card import Card, resources
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.cards.engines import answers
+from lightning_solo.cards.engines import alike
 from lightning_solo.cards.footprint import Footprint, Request
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
@@ -214,9 +214,5 @@ CARD = Card(
     on_cpu={"amount": 0.5},
     planned="lightning_solo.techniques.pruning.card:planned",
     footprint="lightning_solo.techniques.pruning.card:footprint",
-    engines=answers(
-        ddp="it wasn't compared with one process",
-        fsdp="it wasn't compared with one process",
-        zero3="it wasn't compared with one process",
-    ),
+    engines=alike("it wasn't compared with one process"),
 )

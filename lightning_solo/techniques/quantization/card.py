@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.cards.engines import ROUNDING, answers
+from lightning_solo.cards.engines import ROUNDING, alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -67,5 +67,5 @@ CARD = Card(
     owns=frozenset({"products"}),
     rules=(_others,),
     caveat=lambda settings: "it trains for a model in few bits",
-    engines=answers(ddp=ROUNDING, fsdp=ROUNDING, zero3=ROUNDING),
+    engines=alike(ROUNDING),
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card, Requirement
-from lightning_solo.cards.engines import ROUNDING, answers
+from lightning_solo.cards.engines import ROUNDING, alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -60,5 +60,5 @@ CARD = Card(
     ),
     on_cpu={"backend": "aot_eager"},
     planned="lightning_solo.techniques.regional_compilation.card:planned",
-    engines=answers(ddp=ROUNDING, fsdp=ROUNDING, zero3=ROUNDING),
+    engines=alike(ROUNDING),
 )

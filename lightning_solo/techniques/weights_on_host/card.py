@@ -10,7 +10,7 @@ from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.budget import budget_setting
 from lightning_solo.cards.card import Card, resources
 from lightning_solo.cards.configuration import Chosen, Configuration
-from lightning_solo.cards.engines import answers
+from lightning_solo.cards.engines import alike
 from lightning_solo.cards.footprint import Footprint, Request, without_gradients
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.released_gradients import scaled_gradients
@@ -137,9 +137,5 @@ CARD = Card(
     rules=(_rivals, _accumulates, _scaled_gradients),
     planned="lightning_solo.techniques.weights_on_host.card:planned",
     footprint="lightning_solo.techniques.weights_on_host.card:footprint",
-    engines=answers(
-        ddp="it stores weights in its own way on one device",
-        fsdp="it stores weights in its own way on one device",
-        zero3="it stores weights in its own way on one device",
-    ),
+    engines=alike("it stores weights in its own way on one device"),
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import several_devices
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -32,11 +33,6 @@ def _double_precision(settings: Settings, configuration: Configuration) -> str |
     if configuration.precision == "64-true":
         return "strategy=zero3 and precision=64-true: DeepSpeed has no 64-bit mode; write precision=32-true"
     return None
-
-
-def several_devices(settings: object) -> str:
-    """Return the caveat of an engine."""
-    return "is for several devices"
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
