@@ -22,7 +22,6 @@ ELSEWHERE = {
     "contract/test_engines.py": "cards/engines",
     "contract/test_own_technique.py": "cli/doctor",
     "contract/test_pairs.py": "cards/phase",
-    "data/test_packing.py": "data/epoch_batches",
     "data/test_splitting.py": "data/loss_weights",
     "export/test_conversion.py": "cli/convert",
     "export/test_soft_labels.py": "cli/soft_labels",

@@ -54,7 +54,7 @@ class CurriculumBatches(EpochBatches):
 
     Args:
         difficulty: (items,), the difficulty of each item; ties keep the data set's order.
-        batch_size: items of a batch; the last batch may be smaller in epochs in which every item comes once.
+        batch_size: items of a process's batch; the last batch may be smaller in epochs in which every item comes once.
         pace: growth of the share, by optimizer steps, or by tokens if ``tokens`` is given.
         drop_last: leave out the items that do not fill a batch, different ones in each epoch.
         seed: seed of the draws.
@@ -62,7 +62,9 @@ class CurriculumBatches(EpochBatches):
         batches_used: number of an epoch's batches that are used; None for all.
         batches_per_step: batches in an optimizer step.
         begun: number of a known epoch, and the position at its first batch; later positions are counted from it.
-        before: called before the first batch of an epoch is drawn; may still `rank` the items.
+        before: called before the first batch of an epoch is drawn; may still `order_by` a difficulty.
+        rank: this process, which gets its share of each batch.
+        processes: number of processes; a batch has as many items for each.
 
     Attributes:
         shares: the share at each batch drawn so far in the current epoch.
@@ -82,10 +84,12 @@ class CurriculumBatches(EpochBatches):
         batches_per_step: int = 1,
         begun: tuple[int, int] = (0, 0),
         before: Callable[[], None] = lambda: None,
+        rank: int = 0,
+        processes: int = 1,
     ) -> None:
-        super().__init__(seed)
-        self.rank(difficulty)
-        self.batch_size = batch_size
+        super().__init__(seed, rank, processes)
+        self.order_by(difficulty)
+        self.batch_size = batch_size = batch_size * processes
         self.pace = pace
         self.drop_last = drop_last
         self.tokens = tokens
@@ -97,7 +101,7 @@ class CurriculumBatches(EpochBatches):
         self.count = items // batch_size if drop_last else -(-items // batch_size)
         self.batches_used = self.count if batches_used is None else batches_used
 
-    def rank(self, difficulty: Tensor) -> None:
+    def order_by(self, difficulty: Tensor) -> None:
         """Order the items by a difficulty."""
         self.order = difficulty.sort(stable=True).indices
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -15,6 +15,16 @@ def epoch_generator(seed: int, epoch: int) -> torch.Generator:
     """Return the random generator for an epoch's order; neighbouring seeds share no orders."""
     generator = torch.Generator().manual_seed(seed)
     return generator.manual_seed(int(torch.randint(2**62, (), generator=generator)) ^ epoch)
+
+
+def share_of(batch: Sequence[Any], rank: int, processes: int) -> list[Any]:
+    """Return a process's items of a batch; all processes get equally many, so a short batch's first items come again.
+
+    >>> [share_of([5, 6, 7], rank, 2) for rank in (0, 1)]
+    [[5, 7], [6, 5]]
+    """
+    count = -(-len(batch) // processes) * processes
+    return list(islice(cycle(batch), rank, count, processes))
 
 
 class EpochBatches(Sampler[Any]):
@@ -28,6 +38,8 @@ class EpochBatches(Sampler[Any]):
         needs_past: whether an epoch depends on the number of batches in earlier epochs.
         batches_used: largest number of an epoch's batches that are used.
         seed: seed of the orders.
+        rank: the process that iterates, which gets its share of each batch.
+        processes: number of processes among which each batch is split.
         epoch: the current epoch.
         start: number of the current epoch's first batches that are skipped.
     """
@@ -35,22 +47,24 @@ class EpochBatches(Sampler[Any]):
     count: int
     needs_past = False
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, rank: int = 0, processes: int = 1) -> None:
         self.seed = seed
+        self.rank, self.processes = rank, processes
         self.epoch = self.start = 0
         self.batches_used = sys.maxsize
         self._ahead: int | None = 0  # Lightning's epoch minus ours; None until Lightning's next epoch
 
     def batches(self, epoch: int) -> Iterable[Any]:
-        """Return the batches of an epoch."""
+        """Return the batches of an epoch, of all processes together."""
         raise NotImplementedError
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Iterator[Any]:
-        """Return the batches of the current epoch from ``start`` on."""
-        return islice(self.batches(self.epoch), self.start, None)
+        """Return this process's share of the batches of the current epoch from ``start`` on."""
+        batches = islice(self.batches(self.epoch), self.start, None)
+        return batches if self.processes == 1 else (share_of(batch, self.rank, self.processes) for batch in batches)
 
     @property
     def sampler(self) -> EpochBatches:

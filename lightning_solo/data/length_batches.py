@@ -39,10 +39,12 @@ class LengthBatches(EpochBatches):
 
     Args:
         lengths: (items,), the length of each item.
-        batch_size: items in a batch; the batch of the shortest items may have fewer.
-        max_tokens: largest number of tokens in a batch, padding included; instead of ``batch_size``.
+        batch_size: items in a process's batch; the batch of the shortest items may have fewer.
+        max_tokens: largest number of tokens in a process's batch, padding included; instead of ``batch_size``.
         drop_last: leave out the items that do not fill a batch, different ones in each epoch.
         seed: of the order.
+        rank: this process, which gets its share of each batch.
+        processes: number of processes; a batch has as many items for each.
 
     Raises:
         ConflictError: an item is longer than ``max_tokens``, or ``drop_last`` is set together with ``max_tokens``.
@@ -55,6 +57,8 @@ class LengthBatches(EpochBatches):
         max_tokens: int | None = None,
         drop_last: bool = False,
         seed: int = 0,
+        rank: int = 0,
+        processes: int = 1,
     ) -> None:
         if (batch_size is None) == (max_tokens is None):
             raise ConflictError(f"batch_size={batch_size} and max_tokens={max_tokens}: write one of them")
@@ -69,9 +73,9 @@ class LengthBatches(EpochBatches):
                 f"callback.length_bucketing.max_tokens={max_tokens}: item {index} has {int(lengths[index])} tokens;"
                 f" write {int(lengths[index])} or more, or leave such items out of the data set"
             )
-        super().__init__(seed)
+        super().__init__(seed, rank, processes)
         self.lengths = lengths
-        self.batch_size = batch_size
+        self.batch_size = batch_size and batch_size * processes
         self.max_tokens = max_tokens
         self.drop_last = drop_last
         self.count = len(self._cuts(self.lengths.sort(descending=True).values[: self._kept]))
@@ -108,7 +112,7 @@ class LengthBatches(EpochBatches):
         begin = 0
         while begin < len(falling):
             longest = falling[begin]
-            size = self.batch_size or max(1, (self.max_tokens or 0) // max(1, longest))
+            size = self.batch_size or self.processes * max(1, (self.max_tokens or 0) // max(1, longest))
             bucket: list[tuple[int, int]] = []
             while begin < len(falling):
                 end = min(begin + size, len(falling))

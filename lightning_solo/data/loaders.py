@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lightning_solo.data.epoch_batches import EpochBatches
 from lightning_solo.data.item_states import ItemStates
@@ -56,7 +63,7 @@ def _own_batches_missing(loader: Any) -> str | None:
             f"the batch sampler {type(batch_sampler).__name__}: both make the batches; write"
             " DataLoader(batch_size=...) instead"
         )
-    every_item = type(sampler) is SequentialSampler or (
+    every_item = type(sampler) in (SequentialSampler, DistributedSampler) or (
         type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(dataset)
     )
     if not every_item:
@@ -80,10 +87,17 @@ def require_one_loader(loaders: Any, choice: str, instead: str) -> None:
         )
 
 
+def processes_of(loader: DataLoader[Any]) -> tuple[int, int]:
+    """Return this process's rank and the number of processes among which a loader's sampler splits the items."""
+    sampler = loader.sampler
+    return (sampler.rank, sampler.num_replicas) if isinstance(sampler, DistributedSampler) else (0, 1)
+
+
 def plain_batches(loader: DataLoader[Any], count: int, seed: int = 0) -> list[list[int]]:
     """Return a loader's usual batches of the first ``count`` items, in an order from the seed if it shuffles."""
     generator = torch.Generator().manual_seed(seed)
-    ordered = type(loader.sampler) is SequentialSampler
+    sampler = loader.sampler
+    ordered = type(sampler) is SequentialSampler or not getattr(sampler, "shuffle", True)
     order = torch.arange(count) if ordered else torch.randperm(count, generator=generator)
     batches = [batch.tolist() for batch in torch.split(order, loader.batch_size or 1)]
     return batches[:-1] if loader.drop_last and len(batches[-1]) != loader.batch_size else batches

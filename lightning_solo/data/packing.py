@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_solo.data.epoch_batches import EpochBatches, epoch_generator
 from lightning_solo.data.item_lengths import Length, Report, item_lengths, name_of
-from lightning_solo.data.loaders import require_own_batches, with_batches
+from lightning_solo.data.loaders import processes_of, require_own_batches, with_batches
 from lightning_solo.data.loss_weights import IGNORED
 from lightning_solo.errors import ConflictError, PresetError
 
@@ -75,19 +75,30 @@ class PackedBatches(EpochBatches):
     Args:
         lengths: of the documents, as (documents,).
         capacity: largest number of tokens in a row.
-        rows: rows in a batch; the last batch of an epoch may have fewer.
+        rows: rows in a process's batch; the last batch of an epoch may have fewer.
         drop_last: leave out a last batch with fewer rows.
         seed: of the order.
+        rank: this process, which gets its share of each batch.
+        processes: number of processes; a batch has as many rows for each.
 
     Raises:
         ConflictError: a document is longer than ``capacity``.
     """
 
-    def __init__(self, lengths: Tensor, capacity: int, rows: int, drop_last: bool = False, seed: int = 0) -> None:
-        super().__init__(seed)
+    def __init__(
+        self,
+        lengths: Tensor,
+        capacity: int,
+        rows: int,
+        drop_last: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        processes: int = 1,
+    ) -> None:
+        super().__init__(seed, rank, processes)
         self.lengths: list[int] = lengths.tolist()
         self.capacity = capacity
-        self.rows = rows
+        self.rows = rows * processes
         self.drop_last = drop_last
         _require_room(self.lengths, capacity)  # before shuffling, so that the error names the data set's index
         self._packed = 0, self._pack(0)
@@ -202,6 +213,7 @@ def packed_loader(
     length: Length = "auto",
     seed: int = 0,
     report: Report | None = None,
+    agree: Callable[[Tensor], Tensor] = lambda lengths: lengths,
 ) -> Any:
     """Return a copy of a loader that packs its documents into rows, and that can resume within an epoch.
 
@@ -212,6 +224,7 @@ def packed_loader(
         length: how to read a document's length, as in `lightning_solo.data.item_lengths.item_lengths`.
         seed: seed of the order.
         report: called with (documents read, all documents) every 10 seconds.
+        agree: returns the same lengths in all processes.
 
     Raises:
         ConflictError: the loader's batches can't be replaced, all documents are empty, or one exceeds ``capacity``.
@@ -221,7 +234,7 @@ def packed_loader(
     for name, value in (("capacity", capacity), ("rows", rows)):
         if value is not None and value < 1:
             raise PresetError(f"callback.packing.{name}={value}; write an integer of at least 1")
-    lengths = item_lengths(loader.dataset, length, loader.collate_fn, report, "callback.packing.length")
+    lengths = agree(item_lengths(loader.dataset, length, loader.collate_fn, report, "callback.packing.length"))
     if not lengths.sum():
         raise ConflictError(
             f"callback.packing.length={name_of(length)}: the {len(lengths)} documents of"
@@ -231,7 +244,7 @@ def packed_loader(
     capacity = int(lengths.max()) if capacity is None else capacity
     if rows is None:
         rows = max(1, round((loader.batch_size or 1) * float(lengths.float().mean()) / capacity))
-    batches = PackedBatches(lengths, capacity, rows, loader.drop_last, seed)
+    batches = PackedBatches(lengths, capacity, rows, loader.drop_last, seed, *processes_of(loader))
     return with_batches(
         loader,
         batches,

@@ -27,6 +27,11 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
 """Settings under which a technique acts in a few steps, or is not refused, where the card's for a CPU don't."""
 
 
+ELSEWHERE = {
+    "packing"
+}  # tests/engines/test_items.py compares the documents; the loss is a mean over a process's tokens
+
+
 def settings_of(card: Card) -> dict[str, Any]:
     """Return the settings of a technique in these runs."""
     return {**(card.on_cpu or {}), **SETTINGS.get(card.name, {})}
@@ -36,7 +41,7 @@ def answers(engine: str) -> dict[str, str]:
     """Return what the cards answer for an engine: name -> `EXACT` or `ROUNDING`, of all that run on a CPU."""
     found = {}
     for card in built_in_cards().values():
-        if card.group == "callback" and card.on_cpu is not None:
+        if card.group == "callback" and card.on_cpu is not None and card.name not in ELSEWHERE:
             chosen = Chosen(card, card.check(settings_of(card)), f"callback.{card.name}")
             found[card.name] = answer_of(chosen, engine, Configuration(techniques=(chosen,)))
     return {name: answer for name, answer in found.items() if answer in (EXACT, ROUNDING)}

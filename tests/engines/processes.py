@@ -1,11 +1,12 @@
 """Fits on two processes: a script that Lightning runs again in the second process, and its start from a test.
 
-``python -m tests.engines.processes NAME FOLDER ...`` calls the function NAME below in both processes; the first one
-saves what it returns to ``FOLDER/NAME.pt``.
+``python -m tests.engines.processes NAME FOLDER ...`` calls the function NAME below in both processes, or FILE:NAME of
+another file here; the first one saves what it returns to ``FOLDER/NAME.pt``.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -241,7 +242,9 @@ def main() -> None:
     """Call the function that the command line names, and save what it returns."""
     warnings.simplefilter("ignore")
     name, folder, *arguments = sys.argv[1:]
-    call: Callable[..., Any] = globals()[name]
+    file, _, function = name.rpartition(":")
+    source = importlib.import_module(f"tests.engines.{file}").__dict__ if file else globals()
+    call: Callable[..., Any] = source[function]
     try:
         result = call(Path(folder), *arguments)
     except BaseException:

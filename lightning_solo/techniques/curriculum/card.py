@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.cards.engines import alike
+from lightning_solo.cards.engines import ROUNDING, alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -65,6 +65,12 @@ def _steps_unknown(settings: Settings, configuration: Configuration) -> str | No
     return None
 
 
+def _under_engines(settings: Settings, configuration: Configuration) -> str:
+    if settings.by == SEQUENCES:
+        return "each process would cut by the longest of its own sequences; write callback.curriculum.by=length"
+    return ROUNDING
+
+
 CARD = Card(
     name="curriculum",
     target="lightning_solo.techniques.curriculum.technique:Curriculum",
@@ -86,5 +92,5 @@ CARD = Card(
     instead={"batches": "callback.curriculum.by=sequence_length"},
     rules=(_steps_unknown,),
     planned="left out",
-    engines=alike("its batches aren't split over processes"),
+    engines=alike(_under_engines),
 )

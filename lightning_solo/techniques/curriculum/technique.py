@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.data.curriculum_batches import CurriculumBatches, Pace
 from lightning_solo.data.item_lengths import item_difficulties, item_lengths, name_of
-from lightning_solo.data.loaders import require_one_loader, require_own_batches, with_batches
+from lightning_solo.data.loaders import processes_of, require_one_loader, require_own_batches, with_batches
 from lightning_solo.data.loss_weights import IGNORED, labels_of
 from lightning_solo.data.truncation import is_left_padded, sequences_of, truncated
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError
@@ -102,17 +102,18 @@ class Curriculum(Technique, Settings):
         if self._batches is not None and self._loader is None:  # the batches have been used
             epoch = self._batches.own(epoch)
             self._begun = epoch, self._batches.position(epoch)
-        count, limit = len(loader), ctx.trainer.limit_train_batches
+        rank, processes = processes_of(loader)
         batches = CurriculumBatches(
             torch.zeros(len(loader.dataset)),
             loader.batch_size,
             self._pace,
             loader.drop_last,
             self.seed,
-            batches_used=min(count, limit) if isinstance(limit, int) else int(count * limit),
             batches_per_step=ctx.trainer.accumulate_grad_batches,
             begun=self._begun,
             before=self._rank,
+            rank=rank,
+            processes=processes,
         )
         batches.set_epoch(epoch)
         self._loader, self._batches = loader, batches
@@ -167,10 +168,11 @@ class Curriculum(Technique, Settings):
                 difficulty = self._ranked_losses(ctx, loader, batches, report)
             else:
                 difficulty = item_difficulties(dataset, of, collate_fn, report, "callback.curriculum.by")
-        if len(difficulty) <= loader.batch_size:
+        difficulty, batches.tokens = ctx.strategy.broadcast((difficulty, batches.tokens))
+        if len(difficulty) <= batches.batch_size:
             raise NothingToDoError(
                 f"callback.curriculum: all {len(difficulty)} items of {type(dataset).__name__} fit into each batch of"
-                f" {loader.batch_size}; write a smaller batch_size, or ~callback.curriculum"
+                f" {batches.batch_size}; write a smaller batch_size, or ~callback.curriculum"
             )
         low, high = float(difficulty.min()), float(difficulty.max())
         if low == high:
@@ -179,8 +181,8 @@ class Curriculum(Technique, Settings):
                 f" are equally difficult ({low:g}); write another by, such as callback.curriculum.by=sequence_length to"
                 " cut them, or ~callback.curriculum"
             )
-        batches.rank(difficulty)
-        first = max(loader.batch_size, round(self.start * len(difficulty)))
+        batches.order_by(difficulty)
+        first = max(batches.batch_size, round(self.start * len(difficulty)))
         ctx.info(
             f"curriculum: {len(difficulty):,} items by {name_of(self.by)}, from {low:g} to {high:g}; training begins"
             f" with the easiest {first:,} and has all of them after {self.duration:,} {self.pace}"
@@ -196,12 +198,12 @@ class Curriculum(Technique, Settings):
                     f"callback.curriculum.by=loss: the checkpoint has the losses of {len(self._losses):,} items, but"
                     f" the data set has {len(loader.dataset):,} items; resume with the same data set"
                 )
-            batches.rank(self._losses)
+            batches.order_by(self._losses)
             every, epoch = ctx.trainer.reload_dataloaders_every_n_epochs, batches.own(_epoch(ctx.trainer))
             if not every or epoch - self._begun[0] < every:
                 return self._losses
             batches.begun = self._begun = epoch, batches.position(epoch)
-        self._losses = item_losses(ctx, loader, report)
+        self._losses = ctx.strategy.broadcast(item_losses(ctx, loader, report))
         return self._losses
 
     # --- sequences ---

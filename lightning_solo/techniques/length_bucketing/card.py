@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_solo.cards.card import Card
-from lightning_solo.cards.engines import alike
+from lightning_solo.cards.engines import ROUNDING, alike
 from lightning_solo.cards.lengths import length_setting
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
@@ -44,5 +44,5 @@ CARD = Card(
     reference="Khomenko et al. 2016, arXiv 1708.05604",
     owns=frozenset({"batches"}),
     planned="lightning_solo.techniques.length_bucketing.card:planned",
-    engines=alike("its batches aren't split over processes"),
+    engines=alike(ROUNDING),
 )

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 
 from lightning_solo.data.item_lengths import item_lengths, name_of, range_of
 from lightning_solo.data.length_batches import LengthBatches, padding_share
-from lightning_solo.data.loaders import plain_batches, require_own_batches, with_batches
+from lightning_solo.data.loaders import plain_batches, processes_of, require_own_batches, with_batches
 from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -52,6 +52,7 @@ class LengthBucketing(Technique, Settings):
             lengths = item_lengths(
                 loader.dataset, self.length, loader.collate_fn, report, "callback.length_bucketing.length"
             )
+        lengths = ctx.strategy.broadcast(lengths)
         plain = plain_batches(loader, len(lengths), self.seed)
         before = padding_share(lengths[batch].tolist() for batch in plain)
         if before == 0 and not self.max_tokens:
@@ -62,11 +63,11 @@ class LengthBucketing(Technique, Settings):
                 " lengths are wrong, or ~callback.length_bucketing"
             )
         size = None if self.max_tokens else loader.batch_size
-        batches = LengthBatches(lengths, size, self.max_tokens, loader.drop_last, self.seed)
+        batches = LengthBatches(lengths, size, self.max_tokens, loader.drop_last, self.seed, *processes_of(loader))
         after = padding_share(lengths[batch].tolist() for batch in batches.batches(batches.epoch))
         self.padding_before, self.padding_after = before, after
         ctx.info(
             f"length bucketing: {len(lengths):,} items of length {range_of(lengths.tolist())}, in {len(batches):,}"
             f" batches; {after:.1%} of the tokens are padding, in plain batches {before:.1%}"
         )
-        return with_batches(loader, batches, batch_size=batches.batch_size)
+        return with_batches(loader, batches, batch_size=size)

@@ -83,7 +83,9 @@ class Packing(Technique, Settings):
             ctx.info(f"packing: read the lengths of {done:,} of {count:,} documents")
 
         with isolate_rng():  # documents may be augmented at random
-            packed = packed_loader(loader, self.capacity, self.rows, self.length, self.seed, report)
+            packed = packed_loader(
+                loader, self.capacity, self.rows, self.length, self.seed, report, ctx.strategy.broadcast
+            )
             batches = packed.batch_sampler
             first = batches.batches(batches.epoch)
             rows = [row for batch in first for row in batch]
@@ -104,7 +106,7 @@ class Packing(Technique, Settings):
         self.padding_before, self.padding_after = before, after
         ctx.info(
             f"packing: {len(lengths):,} documents of {range_of(lengths)} tokens in {len(rows):,} rows of at most"
-            f" {batches.capacity}, {batches.rows} rows per batch; {after:.1%} of the tokens are padding, in plain"
+            f" {batches.capacity}, {packed.batch_size} rows per batch; {after:.1%} of the tokens are padding, in plain"
             f" batches {before:.1%}"
         )
         return packed
