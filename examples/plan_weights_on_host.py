@@ -8,6 +8,7 @@ block keeps, recomputes or moves what is fastest within the device and the host;
     python examples/plan_weights_on_host.py 8B --device rtx-4090 --tokens 8192
     python examples/plan_weights_on_host.py 8B 32B --device rtx-4090 rtx-5090 --tokens 4096 8192 16384   # a table
     python examples/plan_weights_on_host.py 8B --tokens 8192 --solved --host-memory 64GiB
+    python examples/plan_weights_on_host.py 32B --low-precision fp16_accumulate
     python examples/plan_weights_on_host.py 8B --clip --device h200 --tokens 16384 --overrides \
         callback.weights_on_host.window=32 callback.weights_on_host.kept_gradients=device \
         callback.compact_states.state_budget=11.5GiB
@@ -68,11 +69,15 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=2048, help="tokens whose logits exist at a time")
     parser.add_argument("--preset", default="stream_checkpointing")
     parser.add_argument("--overrides", nargs="+", default=[], help="of the preset")
+    parser.add_argument("--low-precision", metavar="FORMAT", help="of products, such as fp16_accumulate")
     parser.add_argument("--clip", action="store_true", help="by the norm of all gradients")
     parser.add_argument("--solved", action="store_true", help="solve a plan, too, whose blocks differ")
     parser.add_argument("--host-memory", default=HOST, help="for the solved plan")
     given = parser.parse_args()
     chunks = ["+callback=[chunked_cross_entropy,fused_kernels]", f"{CHUNK}={given.chunk}"]
+    if given.low_precision:
+        chunks[0] = chunks[0].replace("]", ",low_precision_matmul]")
+        chunks.append(f"callback.low_precision_matmul.format={given.low_precision}")
     for model in given.models:
         for tokens in given.tokens:
             sequence = min(given.sequence, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-Multiply = Callable[[Tensor, Tensor], Tensor]
-"""(m, k) x (n, k) -> (m, n): ``left @ right.T``."""
+Multiply = Callable[..., Tensor]
+"""(m, k) x (n, k) -> (m, n): ``left @ right.T``, in the type that is the third argument; fp32 without."""
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
 MX_BLOCK, NVFP4_BLOCK = 32, 16  # numbers along the sum that share a scale
 _SUM_OF_FP16 = 32768.0  # half of the largest number of fp16: a sum may reach it
@@ -32,28 +33,28 @@ class RoundedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.backward_products = of_rows, of_weight
-        return output(rows, weight).to(rows.dtype)
+        return output(rows, weight, rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         of_rows, of_weight = ctx.backward_products
         for_rows, for_weight, *_ = ctx.needs_input_grad  # a frozen weight has none
-        rows_gradient = of_rows(gradient, weight.t()).to(rows.dtype) if for_rows else None
-        weight_gradient = of_weight(gradient.t(), rows.t()).to(weight.dtype) if for_weight else None
+        rows_gradient = of_rows(gradient, weight.t(), rows.dtype) if for_rows else None
+        weight_gradient = of_weight(gradient.t(), rows.t(), weight.dtype) if for_weight else None
         return rows_gradient, weight_gradient, None, None, None
 
 
 # --- int8 ---
 
 
-def int8_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right.T`` in fp32, (m, k) x (n, k) -> (m, n).
+def int8_product(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return ``left @ right.T``, (m, k) x (n, k) -> (m, n).
 
     Each row of a factor is rounded to multiples of 1/127 of its largest number.
     """
     (a, a_scale), (b, b_scale) = _int8_rows(left), _int8_rows(right)
-    return torch._int_mm(a, b.t()) * a_scale * b_scale.t()
+    return (torch._int_mm(a, b.t()) * a_scale * b_scale.t()).to(dtype)
 
 
 def _int8_rows(factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +65,9 @@ def _int8_rows(factor: Tensor) -> tuple[Tensor, Tensor]:
 # --- MXFP8 ---
 
 
-def mxfp8_product(left: Tensor, right: Tensor, *, on_device: bool = False) -> Tensor:
+def mxfp8_product(
+    left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32, *, on_device: bool = False
+) -> Tensor:
     """Return ``left @ right.T``, (m, k) x (n, k) -> (m, n), with both factors rounded by `to_mxfp8`.
 
     ``on_device`` multiplies by the device's arithmetic, in bf16. The emulation multiplies the rounded factors, which
@@ -74,11 +77,12 @@ def mxfp8_product(left: Tensor, right: Tensor, *, on_device: bool = False) -> Te
     b, b_scale = to_mxfp8(right)
     if not on_device:
         kind = _emulated_type(left)
-        return _unscaled(a, a_scale).to(kind) @ _unscaled(b, b_scale).to(kind).t()
+        return (_unscaled(a, a_scale).to(kind) @ _unscaled(b, b_scale).to(kind).t()).to(dtype)
     recipe, swizzle = F.ScalingType.BlockWise1x32, F.SwizzleType.SWIZZLE_32_4_4
     factors = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
     scales = [in_tiles(_e8m0(scale)) for scale in (a_scale, b_scale)]
-    return F.scaled_mm(*factors, scales[0], recipe, scales[1], recipe, swizzle, swizzle, output_dtype=torch.bfloat16)
+    product = F.scaled_mm(*factors, scales[0], recipe, scales[1], recipe, swizzle, swizzle, output_dtype=torch.bfloat16)
+    return product.to(dtype)
 
 
 def to_mxfp8(factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,13 +114,20 @@ def _e8m0(scale: Tensor) -> Tensor:
 
 
 def nvfp4_product(
-    left: Tensor, right: Tensor, *, stochastic: bool = False, transform: bool = False, on_device: bool = False
+    left: Tensor,
+    right: Tensor,
+    dtype: torch.dtype = torch.float32,
+    *,
+    stochastic: bool = False,
+    transform: bool = False,
+    on_device: bool = False,
 ) -> Tensor:
     """Return ``left @ right.T``, (m, k) x (n, k) -> (m, n), with both factors rounded by `to_nvfp4`.
 
     Args:
         left: (m, k).
         right: (n, k), rounded to the nearest.
+        dtype: of the result.
         stochastic: round the left factor stochastically.
         transform: first apply `hadamard`, which leaves the product unchanged.
         on_device: multiply by the device's arithmetic, in bf16, instead of emulating it.
@@ -128,12 +139,13 @@ def nvfp4_product(
     if not on_device:
         kind = _emulated_type(left)
         product = _unscaled(a, a_scale).to(kind) @ _unscaled(b, b_scale).to(kind).t()
-        return product * (a_global * b_global)
+        return (product * (a_global * b_global)).to(dtype)
     recipe = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
     swizzle = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
     scales = [[in_tiles(s.to(torch.float8_e4m3fn)), g] for s, g in ((a_scale, a_global), (b_scale, b_global))]
     factors = packed_e2m1(a), packed_e2m1(b).t()
-    return F.scaled_mm(*factors, scales[0], recipe, scales[1], recipe, swizzle, swizzle, output_dtype=torch.bfloat16)
+    product = F.scaled_mm(*factors, scales[0], recipe, scales[1], recipe, swizzle, swizzle, output_dtype=torch.bfloat16)
+    return product.to(dtype)
 
 
 def nvfp4_products(on_device: bool) -> tuple[Multiply, Multiply, Multiply]:
@@ -227,21 +239,24 @@ def _emulated_type(left: Tensor) -> torch.dtype:
 # --- fp16 with sums in fp16 ---
 
 
-def fp16_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right.T`` in fp32, (m, k) x (n, k) -> (m, n), with factors and sums in fp16.
+def fp16_product(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return ``left @ right.T``, (m, k) x (n, k) -> (m, n), with factors and sums in fp16.
 
     Each row is divided by a power of two, so that no sum of k products leaves fp16's range. A sum loses numbers below
-    1/2048 of it.
+    1/2048 of it. A kernel of CUDA converts what it reads and writes: each pass here takes one.
     """
     bound = (_SUM_OF_FP16 / left.shape[1]) ** 0.5  # k products of at most bound ** 2
     (a, a_scale), (b, b_scale) = _fp16_rows(left, bound), _fp16_rows(right, bound)
     summed: Tensor = fp16_accumulated(a, b.t())
-    return summed.float() * a_scale * b_scale.t()
+    if dtype is torch.bfloat16:  # its range is that of fp32: scaling one after the other rounds once
+        return torch.mul(summed, a_scale, out=torch.empty_like(summed, dtype=dtype)).mul_(b_scale.t())
+    return torch.mul(summed * a_scale, b_scale.t(), out=torch.empty_like(summed, dtype=dtype))
 
 
 def _fp16_rows(factor: Tensor, bound: float) -> tuple[Tensor, Tensor]:
-    scale = _power_of_two_from(factor.abs().amax(1, keepdim=True).float() / bound)
-    return (factor / scale).half(), scale
+    largest = torch.linalg.vector_norm(factor, math.inf, dim=1, keepdim=True)
+    scale = _power_of_two_from(largest.float() / bound)
+    return torch.div(factor, scale, out=torch.empty_like(factor, dtype=torch.float16)), scale
 
 
 @torch.library.custom_op("lightning_solo::fp16_accumulated", mutates_args=())  # opaque: compiled code keeps the switch

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from lightning_solo.errors import CapabilityError
 from lightning_solo.planner.calibration import Readings, calibrated, context_of, keep
 from lightning_solo.planner.device import CPU, Device, this_device
+from lightning_solo.presets.devices import FP16_SUMS
 from lightning_solo.processes import ProcessError, start
 from lightning_solo.units import MiB
 
 DTYPES = {
+    FP16_SUMS: torch.float16,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "tf32": torch.float32,
@@ -157,13 +159,15 @@ def speeds_of_both_directions(target: Tensor, pinned: Tensor, source: Tensor, ba
 
 def product_seconds(kind: str, width: int, on: torch.device) -> float:
     """Return the seconds of a product of two square matrices."""
-    before = torch.get_float32_matmul_precision()
+    before, switches = torch.get_float32_matmul_precision(), torch.backends.cuda.matmul
     torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
+    sums_before, switches.allow_fp16_accumulation = switches.allow_fp16_accumulation, kind == FP16_SUMS
     try:
         a = torch.randn(width, width, device=on).to(DTYPES[kind])  # zeros need less power, and raise the clock
         return fastest(lambda: a @ a, on)
     finally:
         torch.set_float32_matmul_precision(before)
+        switches.allow_fp16_accumulation = sums_before
 
 
 def fastest(work: Callable[[], object], on: torch.device) -> float:

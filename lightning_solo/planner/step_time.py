@@ -20,6 +20,7 @@ from lightning_solo.planner.timeline import (
     schedule,
 )
 from lightning_solo.planner.tracer import RING_BUFFERS, Cost, buffer_of
+from lightning_solo.presets.devices import FP16_SUMS
 
 KERNEL_S, LAUNCH_S = 4e-6, 10e-6  # the shortest kernel; a launch from Python
 
@@ -80,7 +81,7 @@ def operations(costs: Iterable[Cost], device: Device, phases: Sequence[str] = ()
             emptied[slot].append(computed[beside])
             continue
         if cost.stream == COMPUTE:
-            compute = cost.flops / _speed(device, cost.dtype) if cost.flops else 0.0
+            compute = cost.flops / _speed(device, cost) if cost.flops else 0.0
             seconds = max(compute, cost.bytes / bandwidth, KERNEL_S)
             waits, awaited[beside] = awaited[beside], []
             queue, computed[beside] = beside, number
@@ -110,8 +111,8 @@ def _both(device: Device) -> tuple[float, float]:
     return up / alone, down / alone
 
 
-def _speed(device: Device, dtype: torch.dtype) -> float:
-    kind = KINDS.get(dtype, "fp32")
+def _speed(device: Device, cost: Cost) -> float:
+    kind = FP16_SUMS if cost.fp16_sums else KINDS.get(cost.dtype, "fp32")
     if kind == "fp32" and torch.get_float32_matmul_precision() != "highest":
         kind = "tf32"
     # a type without arithmetic of its own runs at the speed of fp32

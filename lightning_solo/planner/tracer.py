@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from lightning_solo.memory.ledger import Ledger, operator_tensors
+from lightning_solo.nn.rounded_products import fp16_accumulated
 from lightning_solo.optim.staging import Staging
 from lightning_solo.planner.autocast import HALF
 from lightning_solo.planner.convolutions import CONVOLUTIONS, workspaces
@@ -59,7 +60,7 @@ class Cost(NamedTuple):
     """Cost of one operator: floating-point operations, bytes read and written, and the type it computes in.
 
     A copy between host and device has its direction as ``stream`` and its staging buffer as ``slot``. A wait for a
-    buffer's last copy has them too.
+    buffer's last copy has them too. ``fp16_sums`` marks products that are summed in fp16.
     """
 
     flops: int
@@ -67,6 +68,7 @@ class Cost(NamedTuple):
     dtype: torch.dtype
     stream: str = COMPUTE
     slot: int = -1
+    fp16_sums: bool = False
 
 
 class Tracer(Ledger):  # type: ignore[no-untyped-call]
@@ -255,7 +257,7 @@ def _cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
         flops //= 2
     tensors = {id(t): t for t in operator_tensors((args, kwargs, result))}.values()
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.bfloat16 if integers else torch.float32)
-    return Cost(flops, sum(map(_bytes, tensors)), dtype)
+    return Cost(flops, sum(map(_bytes, tensors)), dtype, fp16_sums=func is fp16_accumulated._opoverload)
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -24,7 +24,9 @@ from lightning_solo.presets.files import conf_folder, user_conf_folder
 from lightning_solo.units import format_bytes, parse_budget
 
 CPU = "cpu"
-KINDS = ("bf16", "fp16", "tf32", "fp32", "fp64")
+FP16_SUMS = "fp16_accumulate"
+"""Kind of the products in fp16 whose sums are in fp16; a file without it means the speed of sums in fp32."""
+KINDS = (FP16_SUMS, "bf16", "fp16", "tf32", "fp32", "fp64")
 
 
 def _is_speed(value: Any) -> bool:
@@ -75,8 +77,8 @@ class Device:
         memory_bytes: ``total_memory`` of ``torch.cuda.get_device_properties(0)``, less than the advertised memory.
         memory_bandwidth: peak bytes per second.
         host_bandwidth: bytes per second that copies to or from the host reach.
-        flops: peak dense floating-point operations per second for bf16, fp16, tf32, fp32 and fp64; None for a kind
-            that the device doesn't have.
+        flops: peak dense floating-point operations per second for bf16, fp16, tf32, fp32 and fp64, with sums in fp32
+            or more, and for fp16 with sums in fp16; None for a kind that the device doesn't have.
         context_bytes: CUDA's context and loaded kernels, outside torch's allocator.
         workspace_bytes: cuBLAS' workspace, inside torch's allocator.
         source: of the figures.
@@ -198,7 +200,7 @@ def _key(name: str) -> str:
 
 def _cpu() -> Device:
     """Return this machine's CPU. Its speeds are guesses for a few desktop cores, the same for most precisions."""
-    flops = {"bf16": 4e11, "fp16": 4e11, "tf32": None, "fp32": 4e11, "fp64": 2e11}
+    flops = {FP16_SUMS: None, "bf16": 4e11, "fp16": 4e11, "tf32": None, "fp32": 4e11, "fp64": 2e11}
     source = "memory of this host; the speeds are guesses, good for the order of presets only"
     return Device(CPU, "CPU", host_memory()[0], 4e10, 4e10, flops, 0, 0, source)
 
@@ -217,13 +219,13 @@ def _read(name: str, path: Path) -> Device:
         if field in values and not is_right(values[field]):
             raise PresetError(f"{where}: {field}={values[field]!r}: must be {expected}, such as {example}")
     flops = values["flops"]
-    _check_names(flops, KINDS, where, "flops are those of", "flops.")
+    _check_names(flops, KINDS[1:], where, "flops are those of", "flops.", optional=(FP16_SUMS,))
     for kind, speed in flops.items():
         if not _is_speed(speed) and (speed is not None or kind == "fp32"):
             raise PresetError(
                 f"{where}: flops.{kind}={speed!r}: must be a number above 0, in operations per second, such as 82.6e12"
             )
-    fields = {**values, "flops": {kind: flops[kind] for kind in KINDS}}
+    fields = {**values, "flops": {kind: flops.get(kind, flops["fp16"]) for kind in KINDS}}
     return Device(name=name, **fields)
 
 

@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_solo.nn import rounded_products as rounded
+from lightning_solo.planner.tracer import Tracer
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 PRODUCTS: dict[str, tuple[rounded.Multiply, float]] = {  # largest error of a product, of |left| @ |right|
@@ -185,6 +186,25 @@ def test_no_sum_overflows_fp16() -> None:
     assert (product > 0.1 * 65536 * 3.6e9).all()  # 16 products of 0.25 or more vanish beside a sum of 2 ** 14
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_of_sums_in_fp16_are_rounded_once(dtype: torch.dtype) -> None:
+    spread = 2.0 ** torch.arange(-16, 16).float().unsqueeze(1)
+    left, right = normal(32, 64).mul(spread), normal(32, 64, seed=1).mul(1 / spread)
+    exact = rounded.fp16_product(left, right)
+    assert not torch.equal(exact.to(dtype).float(), exact)
+    assert torch.equal(rounded.fp16_product(left, right, dtype), exact.to(dtype))
+
+
+def test_each_pass_of_rounding_for_sums_in_fp16_reads_and_writes_16_bits() -> None:
+    tracer = Tracer(nn.Linear(1, 1), fake=False)
+    left, right = normal(256, 512).bfloat16(), normal(128, 512, seed=1).bfloat16()
+    with tracer:
+        rounded.fp16_product(left, right, torch.bfloat16)
+    passes = sum(cost.bytes for cost in tracer.costs if not cost.flops)
+    # factors: read for their largest numbers, read, written in fp16; the result: read and written once for each scale
+    assert passes == pytest.approx(3 * (left.nbytes + right.nbytes) + 4 * 2 * 256 * 128, rel=0.1)
+
+
 def test_the_switch_is_on_for_the_product_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     switches, seen = torch.backends.cuda.matmul, list[bool]()
 
@@ -216,5 +236,5 @@ def test_the_switch_is_on_for_the_product_alone(monkeypatch: pytest.MonkeyPatch)
 def test_torch_takes_the_factors_and_scales_of_a_device(multiply: rounded.Multiply) -> None:
     with FakeTensorMode():
         left, right = (torch.empty(rows, 96, device="cuda") for rows in (64, 160))
-        result = multiply(left, right)
+        result = multiply(left, right, torch.bfloat16)
     assert (result.shape, result.dtype, result.device.type) == ((64, 160), torch.bfloat16, "cuda")

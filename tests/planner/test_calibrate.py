@@ -83,6 +83,9 @@ def test_step_time_follows_from_readings() -> None:
     assert step_seconds([Cost(4 * 10**12, 0, torch.bfloat16)], found) == pytest.approx(1.0)
     table = device("t4")
     assert step_seconds(costs[:1], table) == pytest.approx(2e13 / (0.70 * (table.flops["fp16"] or 0)))
+    sums = [Cost(10**13, 0, torch.float16, fp16_sums=True)]
+    assert step_seconds(sums, device("rtx_4090")) == pytest.approx(1e13 / (0.70 * 330.3e12))
+    assert step_seconds(sums, device("h100")) == pytest.approx(1e13 / (0.70 * 989.4e12)), "as fast as with sums in fp32"
     assert step_seconds(costs[2:], table) == pytest.approx(3e11 / (0.80 * table.memory_bandwidth))
 
 

@@ -86,6 +86,8 @@ def test_fewer_bits_are_not_slower(name: str) -> None:
     if has_bf16:
         # dense figures: a tensor core takes twice as many bf16 as tf32, with sparsity on one side it would be 4 or 1
         assert flops["bf16"] == flops["fp16"] == pytest.approx(2 * (flops["tf32"] or 0), rel=0.02)
+    is_geforce = "GeForce" in device(name).label  # which sums in fp16 at twice the rate
+    assert flops["fp16_accumulate"] == pytest.approx((2 if is_geforce else 1) * (flops["fp16"] or 0), rel=0.001)
 
 
 def test_devices_are_in_their_known_order() -> None:
@@ -187,7 +189,10 @@ def test_a_users_file_is_found_by_file_name_and_by_label(own: Path) -> None:
     found = device("acme-9000")
     assert found == device("ACME 9000")
     assert (found.memory_bytes, found.host_bandwidth, found.context_bytes) == (12345678901, 1e10, 0)
-    assert found.flops == {"bf16": 2e13, "fp16": 2e13, "tf32": None, "fp32": 1e13, "fp64": None}
+    flops = {"bf16": 2e13, "fp16": 2e13, "tf32": None, "fp32": 1e13, "fp64": None}
+    assert found.flops == {"fp16_accumulate": 2e13, **flops}, "as fast as with sums in fp32"
+    (own / "acme_9000.yaml").write_text(WHOLE.replace("{bf16", "{fp16_accumulate: 4e13, bf16"))
+    assert device("acme-9000").flops == {"fp16_accumulate": 4e13, **flops}
 
 
 def test_speeds_of_copies_both_ways(own: Path) -> None:

@@ -315,3 +315,4 @@ def test_products_are_planned_as_products(multiply: Any, dtype: torch.dtype) -> 
         multiply(torch.randn(48, 64), torch.randn(32, 64))
     (cost,) = [cost for cost in tracer.costs if cost.flops]
     assert (cost.flops, cost.dtype) == (2 * 48 * 64 * 32, dtype)
+    assert cost.fp16_sums == (multiply is fp16_product)

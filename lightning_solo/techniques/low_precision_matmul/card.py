@@ -64,12 +64,14 @@ class Settings(TechniqueSettings):
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan it on the CPU, with products at the speed of bf16."""
+    """Plan it on the CPU; products in 8 or 4 bits at the speed of bf16."""
     assumption = (
-        f"low_precision_matmul: products in {settings.format} are planned with the speed of those in bf16 or"
-        " fp16, and their factors with the bytes of their emulation; a GPU that has them takes less of both"
+        f"low_precision_matmul: products in {settings.format} are planned with the speed of those in bf16,"
+        " and their factors with the bytes of their emulation; a GPU that has them takes less of both"
     )
     attached = replace(settings, allow_cpu=True)
+    if settings.format == "fp16_accumulate":
+        return replace(tracing, attached=attached)
     return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, assumption))
 
 
