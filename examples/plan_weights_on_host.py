@@ -41,7 +41,7 @@ def solved_plans(
     module: Callable[[], Any], batch: torch.Tensor, base: Mapping[str, Configuration], host: int, same: dict[str, Any]
 ) -> list[Plan]:
     """Return the plan that is solved from a preset, which itself need not fit."""
-    plans = solo.plan(module, batch, presets=base, bases=Bases(base, host), host_memory=host, **same)
+    plans = solo.plan(module, batch, presets=base, bases=Bases(base), host_memory=host, **same)
     return [plan for plan in plans if plan.configuration is not None]
 
 

@@ -69,6 +69,7 @@ class AutoSettings:
         presets: candidates; None for all presets that train as the module does, and for the solved plan, whose name
             among candidates is ``solved``.
         save_preset: name of the file in ``conf/solo`` to which a chosen solved plan is written; None for none.
+        whole_batch: whether the solved plan runs each batch as a whole, in no micro-batches.
     """
 
     device: str | None = None
@@ -76,6 +77,7 @@ class AutoSettings:
     accept_tight: bool = False
     presets: tuple[str, ...] | None = None
     save_preset: str | None = None
+    whole_batch: bool = False
 
 
 @dataclass(frozen=True)

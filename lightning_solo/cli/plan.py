@@ -61,12 +61,14 @@ def run(arguments: Sequence[str]) -> int:
         return search(options, arguments)
     checked, request, refused = request_of(options)
     if options.solves:
-        bases = Bases(bases_among(request.presets), host_of(options))
+        bases = Bases(bases_among(request.presets), whole_batch=options.whole_batch)
         request = replace(request, presets={**request.presets, SOLVED: bases})
     plans, failed = planned(request, host_of(options), checked.allow, caveats_last=options.all_presets)
     solved = next((plan for plan in plans if plan.configuration is not None and plan.fits), None)
     if path is not None and solved is not None:
         save(solved, path)
+    elif path is not None:
+        print(f"--save-preset {options.save_preset}: no solved plan fits, so {path} isn't written", file=sys.stderr)
     failed = {**refused, **failed}
     return show(options, arguments, checked, request, plans, failed)
 

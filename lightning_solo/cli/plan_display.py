@@ -91,9 +91,10 @@ def heading(plans: Sequence[Plan]) -> str:
     """Return a line with device, budget, batch and the meaning of the columns."""
     first = plans[0]
     context = "" if first.device == CPU else " with the CUDA context"
+    batch = first.batch or first.micro_batch
     fastest = "the fastest that fits" if first.fits else "the fastest"
     return (
-        f"{first.device}, {format_bytes(first.budget_bytes)}; batches of {first.micro_batch}; needed: of the device"
+        f"{first.device}, {format_bytes(first.budget_bytes)}; batches of {batch}; needed: of the device"
         f"{context}; step: per example, against {fastest}; batch: the largest that fits\n"
     )
 
@@ -165,8 +166,12 @@ def what_to_write(
         if saved is not None and first.configuration is not None:  # which has what overrides add
             preset = saved
             overrides = [text for text in overrides if not text.lstrip("+~").startswith(("solo.", "solo/"))]
-        again = command(preset, overrides, checked, first.micro_batch)
-        return f"{first.preset} fits, {left}. {' '.join(descriptions(names_in(preset)))}\n{again}"
+        again = command(preset, overrides, checked, first.batch or first.micro_batch)
+        solved = next((plan for plan in plans[1:] if plan.configuration is not None and plan.fits), None)
+        kept = (
+            f"\n{solved.preset} comes after {first.preset}, and is written as solo={saved}" if saved and solved else ""
+        )
+        return f"{first.preset} fits, {left}. {' '.join(descriptions(names_in(preset)))}\n{again}{kept}"
     shortage = (
         f"none fits in {format_bytes(first.budget_bytes)}; the nearest, {first.preset}, needs"
         f" {format_bytes(first.needed_bytes)}"

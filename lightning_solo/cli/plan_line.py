@@ -58,6 +58,7 @@ class PlanOptions:
     multiple_of: int | None = None
     solves: bool = True  # a plan whose blocks differ, too
     save_preset: str | None = None
+    whole_batch: bool = False
 
 
 def parse(arguments: Sequence[str]) -> PlanOptions:
@@ -75,6 +76,7 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
     parser.add_argument("--micro-batch", metavar="N", help="examples per forward (the data's batch)")
     parser.add_argument("--presets", help="presets, separated by commas; [a,b] combines two (all, and solved)")
     parser.add_argument("--save-preset", metavar="NAME", help="write the solved plan to conf/solo/NAME.yaml")
+    parser.add_argument("--whole-batch", action="store_true", help="solve a plan without micro-batches")
     parser.add_argument("--largest", metavar="SETTING", help="find the largest value that fits, as of model.width")
     parser.add_argument("--multiple-of", metavar="N", help="with --largest: the values to try (64, or 1 below 64)")
     parser.add_argument("--json", action="store_true", help="print only JSON on standard output")
@@ -124,6 +126,7 @@ def parse(arguments: Sequence[str]) -> PlanOptions:
         presets=_presets("--presets ", unsolved) if preset is None else _presets("solo=", preset),
         solves=solves and options.largest is None,
         save_preset=options.save_preset,
+        whole_batch=options.whole_batch,
         device=on,
         budget=budget if on is None else budget_on(on, budget, f"--budget {options.budget}"),
         micro_batch=None if options.micro_batch is None else positive("--micro-batch", options.micro_batch, 8),

@@ -12,7 +12,17 @@ from lightning_solo.cards.configuration import AutoSettings, Configuration
 from lightning_solo.errors import BudgetError, PresetError, SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.planner import preset_plans
-from lightning_solo.planner.bases import SOLVED, Bases, configuration_of, file_of, is_base, save, solved_lines
+from lightning_solo.planner.bases import (
+    MICRO_BATCH,
+    SOLVED,
+    Bases,
+    configuration_of,
+    file_of,
+    is_base,
+    save,
+    settings_of,
+    solved_lines,
+)
 from lightning_solo.planner.plan import NEAR, NEAR_S, Plan, as_fast
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
@@ -53,7 +63,7 @@ def choose(
     bases = None
     if settings.presets is None or SOLVED in settings.presets:
         open_ones = {name: each for name, each in configs.items() if is_base(each)}
-        bases = Bases(open_ones, host, settings.accept_tight)
+        bases = Bases(open_ones, settings.accept_tight, settings.whole_batch)
     try:
         plans: Any = preset_plans.plan(
             module,
@@ -83,6 +93,11 @@ def choose(
                 f"auto: {chosen.preset} is written to {path}; solo={settings.save_preset} trains with it again"
             )
         lines += [f"auto: {chosen.preset}: {line}" for line in solved_lines(configs[chosen.preset])]
+        if settings_of(configs[chosen.preset], MICRO_BATCH) is not None:
+            lines.append(
+                f"auto: {chosen.preset}: its micro-batches need a loss that is the mean over examples, which the first"
+                " batch checks; auto.whole_batch=true plans without them"
+            )
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     return chosen.preset, configs[chosen.preset], chosen

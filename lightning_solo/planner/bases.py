@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.blocks import HOST_INPUT, OFFLOAD
+from lightning_solo.cards.catalogue import catalogue
+from lightning_solo.cards.configuration import Chosen, Configuration
 from lightning_solo.errors import PresetError
 from lightning_solo.planner.plan import Plan
 from lightning_solo.presets.compose import compose
@@ -16,6 +19,7 @@ from lightning_solo.units import format_bytes
 
 SOLVED = "solved"
 """Name of the solved plan among presets."""
+MICRO_BATCH, STATES, WEIGHTS = "micro_batch", "state_budget", "weight_budget"
 
 
 @dataclass(frozen=True)
@@ -24,13 +28,13 @@ class Bases:
 
     Attributes:
         bases: presets to which modes of blocks may be added, by name.
-        host_memory: bytes of the host; None if it isn't judged.
         accept_tight: whether a plan may leave less than 5 % of the memory.
+        whole_batch: whether each batch runs as a whole, in no micro-batches.
     """
 
     bases: Mapping[str, Configuration]
-    host_memory: int | None = None
     accept_tight: bool = False
+    whole_batch: bool = False
 
     @property
     def precision(self) -> str | None:
@@ -62,6 +66,35 @@ def bases_among(presets: Mapping[str, Configuration]) -> dict[str, Configuration
     }
 
 
+def with_modes(base: Configuration, modes: Mapping[str, Sequence[str]]) -> Configuration:
+    """Return a preset whose blocks have modes, and that moves tensors to the host if a mode does."""
+    added = [technique_for("modes", modes={mode: list(names) for mode, names in modes.items()})]
+    if modes.keys() & {HOST_INPUT, OFFLOAD}:
+        added.append(technique_for("moving"))
+    return replace(base, techniques=(*base.techniques, *added))
+
+
+def with_settings(config: Configuration, **values: Any) -> Configuration:
+    """Return a preset with other settings of the technique whose card says that the solver decides them."""
+    techniques = tuple(
+        replace(chosen, settings=replace(chosen.settings, **values)) if chosen.card.solved in values else chosen
+        for chosen in config.techniques
+    )
+    return replace(config, techniques=techniques)
+
+
+def settings_of(config: Configuration, solved: str) -> Any:
+    """Return the settings of the technique whose card has this part in a solved plan; None if it isn't chosen."""
+    return next((chosen.settings for chosen in config.techniques if chosen.card.solved == solved), None)
+
+
+def technique_for(solved: str, **values: Any) -> Chosen:
+    """Return the technique whose card has this part in a solved plan, with settings."""
+    card = next(card for card in catalogue().cards.values() if card.solved == solved)
+    option = f"callback.{card.name}"
+    return Chosen(card, card.settings.parse(values, option), option)
+
+
 def configuration_of(plan: Plan, allow: Sequence[str] = ()) -> Configuration:
     """Return the configuration of a solved plan."""
     assert plan.configuration is not None
@@ -86,7 +119,7 @@ def save(plan: Plan, path: Path) -> None:
     first = f"Solved by auto for {plan.device} and {format_bytes(plan.budget_bytes)}"
     path.parent.mkdir(parents=True, exist_ok=True)
     assert plan.configuration is not None
-    plan_line = f"planned peak {format_bytes(plan.peak_bytes)}, batches of {plan.micro_batch}"
+    plan_line = f"planned peak {format_bytes(plan.peak_bytes)}, batches of {plan.batch or plan.micro_batch}"
     path.write_text(preset_file(plan.configuration, f"{first}: {plan_line}."), encoding="utf-8")
 
 

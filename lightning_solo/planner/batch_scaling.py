@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.capture import Trace
+from lightning_solo.planner.notes import Mark
 
 
 @dataclass
@@ -46,10 +48,10 @@ class AffineTrace:
 
 def affine_trace(low: int, at_low: Trace, high: int, at_high: Trace) -> AffineTrace | None:
     """Return the trace of every micro-batch, or ``None`` if the two traces differ in their operations or order."""
-    low_log, high_log = canonical(at_low.log, at_low.phases), canonical(at_high.log, at_high.phases)
+    low_log, high_log = (canonical(trace.log, trace.phases, trace.marks) for trace in (at_low, at_high))
     if _shape(low_log) != _shape(high_log) or len(at_low.costs) != len(at_high.costs):
         return None
-    if at_low.phases != at_high.phases or at_low.steps != at_high.steps:
+    if (at_low.phases, at_low.steps, at_low.marks) != (at_high.phases, at_high.steps, at_high.marks):
         return None
     return AffineTrace(low, high, replace(at_low, log=low_log), replace(at_high, log=high_log))
 
@@ -58,15 +60,16 @@ def _shape(log: EventLog) -> tuple[list[tuple[int, bool]], list[str], list[int]]
     return [(storage, change > 0) for storage, change in log.events], log.labels, list(log.held)
 
 
-def canonical(log: EventLog, phases: list[tuple[int, int, str]]) -> EventLog:
+def canonical(log: EventLog, phases: list[tuple[int, int, str]], marks: Sequence[Mark] = ()) -> EventLog:
     """Return a log with storages numbered in order of allocation, and consecutive frees sorted.
 
-    The order in which one operator frees several storages is arbitrary. Frees are sorted separately in each phase.
+    The order in which one operator frees several storages is arbitrary. Frees are sorted separately in each phase,
+    and between marks.
     """
     numbers = {storage: index for index, storage in enumerate(log.held)}
     events: list[tuple[int, int]] = []
     frees: list[tuple[int, int]] = []
-    begins = {first for first, _, _ in phases}
+    begins = {first for first, _, _ in phases} | {mark.event for mark in marks}
     for index, (storage, change) in enumerate(log.events):
         if index in begins or change > 0:
             events += sorted(frees)

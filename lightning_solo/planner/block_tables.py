@@ -41,8 +41,8 @@ class BlockTable:
     other_s: dict[str, float]
 
 
-def block_table(trace: Trace, device: Device) -> BlockTable:
-    """Return the table of a marked trace.
+def block_table(trace: Trace, device: Device, micro_batches: int = 1) -> BlockTable:
+    """Return the table of a marked trace; seconds are those of all micro-batches of a step.
 
     Raises:
         PlanError: no block was called in it, or none took part in backward.
@@ -75,8 +75,8 @@ def block_table(trace: Trace, device: Device) -> BlockTable:
             kept[number],
             forward[number],
             backward[number],
-            seconds(forward_costs[number], device),
-            backward_s[number],
+            micro_batches * seconds(forward_costs[number], device),
+            micro_batches * backward_s[number],
             sum(cost.bytes for cost in forward_costs[number] if cost.stream == TO_HOST),
         )
         for number in range(len(calls))
@@ -86,7 +86,7 @@ def block_table(trace: Trace, device: Device) -> BlockTable:
     outside = seconds(trace.costs[begin : first.cost], device) + seconds(
         trace.costs[last.cost : backwards[0].cost], device
     )
-    other_s = {"forward": outside, "step": seconds(trace.costs[end[1] : trace.steps[-1]], device)}
+    other_s = {"forward": micro_batches * outside, "step": seconds(trace.costs[end[1] : trace.steps[-1]], device)}
     return BlockTable(calls, order, options, base, between, max(live[end[0] :], default=0), other_s)
 
 

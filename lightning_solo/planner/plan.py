@@ -30,6 +30,7 @@ class Plan:
         device: name of the device.
         micro_batch: examples per forward.
         accumulation: micro-batches per optimizer step.
+        batch: examples in a batch of the loader, which a preset may divide; None if it is unknown.
         host_memory_bytes: available on the host; None if unknown or if nothing is kept there.
         peak_bytes: peak of allocated bytes, as ``torch.cuda.max_memory_allocated`` counts; on a CPU exact.
         breakdown: bytes at the peak: the ledger's categories, the libraries' ``workspace``, ``rounding`` of blocks.
@@ -69,6 +70,7 @@ class Plan:
     assumptions: tuple[str, ...] = ()
     traced: str = "fake tensors"
     accumulation: int = 1
+    batch: int | None = None
     host_memory_bytes: int | None = None
     timeline: tuple[Span, ...] = ()
     configuration: dict[str, Any] | None = None

@@ -15,6 +15,7 @@ from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.footprint import ELEMENT_BYTES
 from lightning_solo.errors import PlanError
 from lightning_solo.memory.events import EventLog
+from lightning_solo.planner.batch_scaling import AffineTrace, affine_trace
 from lightning_solo.planner.batches import examples, first_batch, sized, storage_bytes
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.device import Device, assumed
@@ -26,7 +27,7 @@ from lightning_solo.planner.rules import Arrangement, arrange
 from lightning_solo.planner.step_time import step_schedule, step_seconds
 from lightning_solo.planner.timeline import COMPUTE, condensed
 from lightning_solo.planner.tracer import PHASES, Cost
-from lightning_solo.planner.traces import FIRST_KIND, ScalableTrace, scalable_trace
+from lightning_solo.planner.traces import FIRST_KIND, SMALL, ScalableTrace, scalable_trace
 
 STATES = ("weights", "gradients", "optimizer_states")
 MOST = 2**20  # largest micro-batch that is tried
@@ -77,7 +78,7 @@ class Planner:
             undivided = arrange(config, self.trainer, undivided=True)
             if not undivided.splits:
                 whole = self._trace(undivided, size)
-                if self._fits_at(self._at(size, undivided, whole), undivided):
+                if self._fits_at(self.at(size, undivided, whole), undivided):
                     arranged, scalable = undivided, whole
         device_assumptions = assumed(self.device, arranged.precision)
         assumptions = [*scalable.trace.assumptions, *arranged.assumptions, *device_assumptions]
@@ -89,7 +90,7 @@ class Planner:
         if arranged.splits:
             size = min(size, largest or size)
             arranged = replace(arranged, accumulation=arranged.accumulation * -(-self.micro_batch // size))
-        planned = self._at(size, arranged, scalable)
+        planned = self.at(size, arranged, scalable)
         memory = self._memory(planned, arranged)
         return Plan(
             preset=name,
@@ -103,16 +104,26 @@ class Planner:
             assumptions=tuple(dict.fromkeys(assumptions)),
             traced=scalable.how,
             accumulation=arranged.accumulation,
+            batch=self.micro_batch,
             **memory,
             **self._cost(planned, arranged),
         )
 
-    def captured(self, arranged: Arrangement) -> Trace:
-        """Return the trace of this micro-batch alone, with marks of the blocks."""
-        assert self.micro_batch is not None
-        captured = partial(self._captured, arranged, self.micro_batch, marked=True)
-        trace = self._block_traces(arranged, captured).trace(captured)
-        return self._with_untraced(trace, arranged, self.micro_batch)
+    def captured(self, arranged: Arrangement, size: int) -> Trace:
+        """Return the trace of a micro-batch of ``size`` examples alone, with marks of the blocks."""
+        (trace,) = self._marked(arranged, size)
+        return self._with_untraced(trace, arranged, size)
+
+    def scaled(self, arranged: Arrangement) -> AffineTrace | None:
+        """Return the traces of all micro-batches, with marks of the blocks, from two; None if they don't follow."""
+        low, high = SMALL[:2]
+        at_low, at_high = self._marked(arranged, low, high)
+        return affine_trace(low, at_low, high, at_high)
+
+    def _marked(self, arranged: Arrangement, *sizes: int) -> list[Trace]:
+        captured = [partial(self._captured, arranged, size, marked=True) for size in sizes]
+        blocks = self._block_traces(arranged, captured[0])
+        return [blocks.trace(each) for each in captured]
 
     def costs(self, arranged: Arrangement, trace: Trace) -> tuple[int, float]:
         """Return the device bytes that a traced preset needs, and the seconds of a step."""
@@ -133,7 +144,7 @@ class Planner:
                 errors.append(error)
         raise errors[0]
 
-    def _at(self, size: int, arranged: Arrangement, scalable: ScalableTrace) -> Trace:
+    def at(self, size: int, arranged: Arrangement, scalable: ScalableTrace | AffineTrace) -> Trace:
         """Return the trace of a micro-batch of ``size`` examples, with the parts that aren't traced."""
         return self._with_untraced(scalable.at(size), arranged, size)
 
@@ -193,7 +204,7 @@ class Planner:
         """Return the largest micro-batch that fits, by doubling and bisection."""
 
         def fits(size: int) -> bool:
-            return self._fits_at(self._at(size, arranged, scalable), arranged)
+            return self._fits_at(self.at(size, arranged, scalable), arranged)
 
         if not fits(1):
             return 0

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
+from math import inf
 from types import MappingProxyType
-from typing import Any
 
 from lightning_solo.cards.blocks import HOST_INPUT, KEEP, KEEP_PRODUCTS, MODES, OFFLOAD, RECOMPUTE
 from lightning_solo.cards.card import resources
-from lightning_solo.cards.catalogue import catalogue
-from lightning_solo.cards.configuration import Chosen, Configuration
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import BudgetError, PlanError, SoloError
-from lightning_solo.planner.bases import SOLVED, Bases
-from lightning_solo.planner.block_tables import block_table, problem_of
+from lightning_solo.planner.bases import (
+    SOLVED,
+    STATES,
+    WEIGHTS,
+    Bases,
+    settings_of,
+    technique_for,
+    with_modes,
+    with_settings,
+)
+from lightning_solo.planner.block_tables import BlockTable, block_table, problem_of
 from lightning_solo.planner.capture import Trace
 from lightning_solo.planner.device import CPU
 from lightning_solo.planner.fake_modules import empty_parameters
 from lightning_solo.planner.forks import run_in_forks
-from lightning_solo.planner.plan import TIGHT, Plan, with_host_memory
+from lightning_solo.planner.micro_batch_sizes import ScaledTraces, divided, is_divisible, sizes_below
+from lightning_solo.planner.plan import NEAR, TIGHT, Plan, as_fast, with_host_memory
 from lightning_solo.planner.planner import Planner
-from lightning_solo.planner.rules import arrange
+from lightning_solo.planner.rules import Arrangement, arrange
 from lightning_solo.planner.solver import (
     BACKWARD,
     DOWN,
@@ -41,7 +51,6 @@ from lightning_solo.presets.writing import fields_of
 
 ROUNDS = 3  # in which the traced plan's difference from the tables corrects the budget
 ALL = 0.99  # of the bytes of slabs, which are padded: from here on no block's weights stay on the device
-STATES, WEIGHTS = "state_budget", "weight_budget"
 FIRST = "first states"  # those of weights before the first block, whose copies end backward: no operator hides them
 PASSES = {
     STATES: {(BACKWARD, UP): 1, (BACKWARD, DOWN): 1},
@@ -62,19 +71,62 @@ def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
         PlanError: nothing can be solved: a base fits as it is, or no block can have a mode.
     """
     candidates = {name: plans[name] for name in bases.bases if name in plans}
-    results: list[Plan] = []
+    whole: list[Plan] = []
+    in_parts: list[Plan] = []
     reasons: list[str] = []
     for name in _promising(candidates):
-        if _judged(candidates[name], bases).verdict == "fits":
+        base, plan = bases.bases[name], candidates[name]
+        if with_host_memory(plan, planner.host_memory).verdict == "fits":
             reasons.append(f"{name} fits as it is")
             continue
         try:
-            results.append(_Solver(planner, bases, bases.bases[name]).plan())
+            whole.append(_Solver(planner, bases, base).plan())
         except SoloError as error:
             reasons.append(f"{name}: {error}")
-    if not results:
+        if not bases.whole_batch and plan.largest_micro_batch is not None and is_divisible(planner, base):
+            in_parts += _in_micro_batches(planner, bases, base, _best([*whole, *in_parts]))
+    best = _best([*whole, *in_parts])
+    if best is None:
         raise PlanError("; ".join(reasons) or "no preset leaves the choice for the blocks open")
-    return min(results, key=lambda plan: (not plan.fits, plan.missing_bytes, plan.seconds_per_example))
+    undivided = _best(whole)
+    return undivided if undivided is not None and undivided.fits and as_fast(undivided, best) else best
+
+
+def _best(plans: Sequence[Plan]) -> Plan | None:
+    return min(plans, key=lambda plan: (not plan.fits, plan.missing_bytes, plan.seconds_per_example), default=None)
+
+
+def _in_micro_batches(planner: Planner, bases: Bases, base: Configuration, best: Plan | None) -> list[Plan]:
+    """Return the plan of the largest micro-batch that fits without changed blocks, and the best of larger ones.
+
+    A smaller micro-batch takes more time, in kernels that are less busy, so none is faster than with all blocks kept.
+    Both plans are left out if ``best``, a plan of whole batches, is as fast.
+    """
+    assert planner.micro_batch is not None
+    traces = ScaledTraces(planner)
+    least = best.seconds_per_example if best is not None and best.fits else inf
+    larger: list[tuple[float, _Solver]] = []
+    plans: list[Plan] = []
+    for size in sizes_below(planner.micro_batch):
+        solver = _Solver(planner, bases, divided(base, size), size, traces)
+        if not traces.at({KEEP: solver.base}, size):
+            return []
+        needed, seconds = solver.kept()
+        if seconds < least and needed <= 0:
+            least = seconds
+            plans.append(solver.planned(solver.base))
+            break
+        larger.append((seconds, solver))
+    solved: list[tuple[tuple[bool, float], _Solver]] = []
+    for seconds, solver in larger:
+        if seconds * (1 + NEAR) < least:
+            with suppress(SoloError):
+                solved.append((solver.promise(), solver))
+    if solved:
+        (lacks, seconds), solver = min(solved, key=lambda each: each[0])
+        if (not lacks and seconds * (1 + NEAR) < least) or least == inf:
+            plans.append(solver.plan())
+    return plans
 
 
 def _promising(plans: Mapping[str, Plan]) -> list[str]:
@@ -86,15 +138,29 @@ def _promising(plans: Mapping[str, Plan]) -> list[str]:
     return list(dict.fromkeys((fastest, smallest)))
 
 
-def _judged(plan: Plan, bases: Bases) -> Plan:
-    return plan if bases.host_memory is None else with_host_memory(plan, bases.host_memory)
-
-
 class _Solver:
-    """Solves the modes of blocks for one base."""
+    """Solves the modes of blocks for one base.
 
-    def __init__(self, planner: Planner, bases: Bases, base: Configuration) -> None:
-        self._planner, self._bases, self._base = planner, bases, base
+    Args:
+        planner: of the module.
+        bases: says how much of the memory may be used.
+        base: the preset.
+        size: examples in a micro-batch of the base; None if it runs whole batches.
+        scaled: traces for all sizes.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        bases: Bases,
+        base: Configuration,
+        size: int | None = None,
+        scaled: ScaledTraces | None = None,
+    ) -> None:
+        assert planner.micro_batch is not None
+        self._planner, self.base, self._scaled = planner, base, scaled
+        self._size = size or planner.micro_batch
+        self._parts = -(-planner.micro_batch // self._size)
         self._without_launches = 1.0
         self._resident: Mapping[str, int] = {}  # bytes of each category, if all of them are on the device
         self._slabs = 0  # bytes of the host that the weights of all blocks take
@@ -102,7 +168,27 @@ class _Solver:
         share = 1.0 if bases.accept_tight else 1 / (1 + TIGHT)
         self._budget = int(planner.budget * share)
         # on a CPU the device's bytes are the host's, and moving them would gain nothing
-        self._host = int(bases.host_memory * share) if self._cuda and bases.host_memory is not None else None
+        host = planner.host_memory
+        self._host = int(host * share) if self._cuda and host is not None else None
+
+    def kept(self) -> tuple[int, float]:
+        """Return the bytes that the base lacks or, below 0, leaves, and its seconds per example."""
+        needed, seconds = self._costs(self.base, self._traces({KEEP: self.base})[KEEP])
+        return needed - self._budget, seconds / (self._size * self._parts)
+
+    def promise(self) -> tuple[bool, float]:
+        """Return whether the best choice by the tables lacks memory, and its seconds per example or missing bytes."""
+        problem = self._problem()
+        try:
+            seconds = solve(problem).seconds / self._without_launches
+            return False, seconds / (self._size * self._parts)
+        except BudgetError as error:
+            return True, error.needed - error.available
+
+    def planned(self, config: Configuration) -> Plan:
+        """Return the plan of a preset that was solved."""
+        plan = with_host_memory(self._planner.plan(SOLVED, config), self._planner.host_memory)
+        return replace(plan, configuration=fields_of(config))
 
     def plan(self) -> Plan:
         """Return the plan of the best choice, traced as a whole; its differences from the tables correct them."""
@@ -130,22 +216,24 @@ class _Solver:
                 host=None if host is None else host - max(0, trace.host_bytes - choice.host),
             )
         _, config = min(tried.values(), key=lambda each: each[0])
-        plan = _judged(self._planner.plan(SOLVED, config), self._bases)
-        return replace(plan, configuration=fields_of(config))
+        return self.planned(config)
 
     # --- tables ---
 
     def _problem(self) -> Problem:
         """Return the tables of all modes, from a trace for each."""
-        kept, device = self._trace(self._base), self._planner.device
+        device = self._planner.device
+        kept = self._trace(self.base) if self._scaled is None else self._traces({KEEP: self.base})[KEEP]
         names = list(dict.fromkeys(mark.block for mark in kept.marks))
-        modes = (KEEP_PRODUCTS, RECOMPUTE, *((HOST_INPUT, OFFLOAD) if self._cuda else ()))
-        configs = {mode: with_modes(self._base, {mode: names}) for mode in modes}
+        # a micro-batch keeps so little that none of it has to move
+        moving = (HOST_INPUT, OFFLOAD) if self._cuda and self._scaled is None else ()
+        modes = (KEEP_PRODUCTS, RECOMPUTE, *moving)
+        configs = {mode: with_modes(self.base, {mode: names}) for mode in modes}
         configs |= self._moved(configs[RECOMPUTE])
         traces = self._traces(configs)
-        tables, costs = {KEEP: block_table(kept, device)}, {KEEP: self._costs(self._base, kept)}
+        tables, costs = {KEEP: self._table(kept)}, {KEEP: self._costs(self.base, kept)}
         for mode in traces.keys() & set(modes):
-            table = block_table(traces[mode], device)
+            table = self._table(traces[mode])
             if mode not in (HOST_INPUT, OFFLOAD) or any(option.copied for option in table.options):
                 tables[mode], costs[mode] = table, self._costs(configs[mode], traces[mode])
         if len(tables) == 1:
@@ -174,7 +262,7 @@ class _Solver:
         for part in traces.keys() & PASSES.keys() if RECOMPUTE in tables else ():
             size = traces[part].host_bytes
             self._slabs = size if part == WEIGHTS else self._slabs
-            gone = tables[RECOMPUTE].base - block_table(traces[part], device).base
+            gone = tables[RECOMPUTE].base - self._table(traces[part]).base
             movable = Movable(size, max(0, size - gone), self._passes(part))
             alone = replace(problem, movables={part: movable})
             waited = exposed(alone, RECOMPUTE, self._costs(configs[part], traces[part])[1], {part: size})
@@ -203,7 +291,7 @@ class _Solver:
 
     @property
     def _releases(self) -> bool:
-        freed = (resources(chosen.card.frees, chosen.settings) for chosen in self._base.techniques)
+        freed = (resources(chosen.card.frees, chosen.settings) for chosen in self.base.techniques)
         return any("gradients" in each for each in freed)
 
     def _moved(self, config: Configuration) -> dict[str, Configuration]:
@@ -211,16 +299,18 @@ class _Solver:
         if not self._cuda:
             return {}
         moved = {}
-        settings = _settings(config, STATES)
+        settings = settings_of(config, STATES)
         if settings is not None and settings.state_budget is None:
             moved[STATES] = with_settings(config, state_budget=0)
         # clipping by norm would also keep gradients on the host
         if self._releases and not self._planner.trainer.get("gradient_clip_val"):
-            moved[WEIGHTS] = replace(config, techniques=(*config.techniques, _chosen(WEIGHTS)))
+            moved[WEIGHTS] = replace(config, techniques=(*config.techniques, technique_for(WEIGHTS)))
         return moved
 
     def _traces(self, configs: Mapping[str, Configuration]) -> dict[str, Trace]:
         """Return the trace of each preset that the module can be trained with."""
+        if self._scaled is not None:
+            return self._scaled.at(configs, self._size)
 
         def traced(config: Configuration) -> Trace | None:
             try:
@@ -233,7 +323,14 @@ class _Solver:
         return {name: trace for name, trace in zip(configs, traces, strict=True) if trace is not None}
 
     def _costs(self, config: Configuration, trace: Trace) -> tuple[int, float]:
-        return self._planner.costs(arrange(config, self._planner.trainer), trace)
+        return self._planner.costs(self._arranged(config), trace)
+
+    def _table(self, trace: Trace) -> BlockTable:
+        return block_table(trace, self._planner.device, self._parts)
+
+    def _arranged(self, config: Configuration) -> Arrangement:
+        arranged = arrange(config, self._planner.trainer)
+        return replace(arranged, accumulation=arranged.accumulation * self._parts)
 
     # --- presets ---
 
@@ -241,12 +338,12 @@ class _Solver:
         """Return the base with a choice's modes and budgets."""
         by_mode = {mode: [name for name, one in choice.modes.items() if one == mode] for mode in MODES}
         by_mode = {mode: names for mode, names in by_mode.items() if names}
-        config = self._base if by_mode.keys() <= {KEEP} else with_modes(self._base, by_mode)
+        config = self.base if by_mode.keys() <= {KEEP} else with_modes(self.base, by_mode)
         if size := choice.away.get(STATES, 0) + choice.away.get(FIRST, 0):
             config = with_settings(config, state_budget=max(0, self._resident["optimizer_states"] - size))
         if size := choice.away.get(WEIGHTS, 0):
             left = None if size >= ALL * self._slabs else max(0, self._resident["weights"] - size)
-            added = _chosen(WEIGHTS, weight_budget=left)
+            added = technique_for(WEIGHTS, weight_budget=left)
             config = replace(config, techniques=(*config.techniques, added))
         config.check()
         return config
@@ -255,32 +352,4 @@ class _Solver:
 
     def _trace(self, config: Configuration) -> Trace:
         """Return the marked trace of a preset."""
-        arranged = arrange(config, self._planner.trainer)
-        return self._planner.captured(arranged)
-
-
-def with_modes(base: Configuration, modes: Mapping[str, Sequence[str]]) -> Configuration:
-    """Return a preset whose blocks have modes, and that moves tensors to the host if a mode does."""
-    added = [_chosen("modes", modes={mode: list(names) for mode, names in modes.items()})]
-    if modes.keys() & {HOST_INPUT, OFFLOAD}:
-        added.append(_chosen("moving"))
-    return replace(base, techniques=(*base.techniques, *added))
-
-
-def with_settings(config: Configuration, **values: Any) -> Configuration:
-    """Return a preset with other settings of the technique whose card says that the solver decides them."""
-    techniques = tuple(
-        replace(chosen, settings=replace(chosen.settings, **values)) if chosen.card.solved in values else chosen
-        for chosen in config.techniques
-    )
-    return replace(config, techniques=techniques)
-
-
-def _settings(config: Configuration, part: str) -> Any:
-    return next((chosen.settings for chosen in config.techniques if chosen.card.solved == part), None)
-
-
-def _chosen(part: str, **values: Any) -> Chosen:
-    card = next(card for card in catalogue().cards.values() if card.solved == part)
-    option = f"callback.{card.name}"
-    return Chosen(card, card.settings.parse(values, option), option)
+        return self._planner.captured(self._arranged(config), self._size)

@@ -6,7 +6,7 @@ and `solve` returns the fastest choice that fits: by HiGHS, if `highspy` is inst
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, product
 from math import ceil
@@ -26,7 +26,7 @@ _PARTS = 4  # a movable is tried in steps of a quarter
 _ROUNDING = 1e-8  # of the budget, which HiGHS may exceed by the tolerance of floating-point numbers
 _NO_COPIES = 1e6  # weight of copies' seconds with which blocks copy nothing if they can keep less otherwise
 _PAIRS = 8  # most blocks of which two are changed at once
-LIMIT_S = 4.0  # of the solver, which then has a choice, if not a proof
+NODES = 500  # of HiGHS's tree, after which it has a choice, if not a proof; a limit in seconds wouldn't repeat
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ class _Program:
         solver: Any = Silent()  # type: ignore[no-untyped-call]
         options: dict[str, Any] = {
             "mip_rel_gap": GAP,
-            "time_limit": LIMIT_S,
+            "mip_max_nodes": NODES,
             "random_seed": 0,
             "threads": 1,
             "primal_feasibility_tolerance": 1e-9,
@@ -389,7 +389,9 @@ def _by_highs(tables: _Tables, *, shortage: bool = False) -> tuple[Any, dict[str
     values = program.solved()
     if values is None:
         return None
-    columns = np.array([max(options, key=lambda mode: values[options[mode]]) for options in chosen], dtype=int)
+    columns = np.zeros(len(tables.blocks), dtype=int)
+    for blocks, options in chosen:
+        columns[blocks] = np.repeat([*options], [round(values[variable]) for variable in options.values()])
     unit = _unit(tables.problem)
     return columns, {name: float(values[each] * unit) for name, each in away.items() if values[each] * unit >= 1}
 
@@ -399,8 +401,38 @@ def _unit(problem: Problem) -> float:
     return float(max(problem.budget, problem.base, 1))
 
 
-def _program(tables: _Tables, *, shortage: bool) -> tuple[_Program, list[dict[int, int]], dict[str, int]]:
-    """Return the program, the variables of each block's modes, and those of movables.
+def _equal_blocks(tables: _Tables) -> list[list[int]]:
+    """Return the blocks, those together that have equal options and are called once, one after the other.
+
+    In backward they come one after the other too, while no more is kept than that of the calls before them.
+    """
+    calls = tables.problem.calls
+    counts = np.bincount(tables.block_of, minlength=len(tables.blocks))
+    turns = {number: turn for turn, number in enumerate(reversed(tables.problem.order))}
+    groups: list[list[int]] = []
+    before: int | None = None
+    latest = -1
+    for number, call in enumerate(calls):
+        block = int(tables.block_of[number])
+        is_single = counts[block] == 1 and turns.get(number) == number == latest + 1
+        latest = max(latest, turns.get(number, len(calls)))
+        if is_single and before is not None and dict(call.options) == dict(calls[before].options):
+            groups[-1].append(block)
+            before = number
+            continue
+        if not any(block in group for group in groups):
+            groups.append([block])
+        before = number if is_single else None
+    return groups
+
+
+def _program(
+    tables: _Tables, *, shortage: bool
+) -> tuple[_Program, list[tuple[list[int], dict[int, int]]], dict[str, int]]:
+    """Return the program, the blocks and variables of modes of each group, and the variables of movables.
+
+    A group of equal blocks has the number of blocks of each mode. Its first blocks take the modes with the highest
+    peaks above what is kept (Jackson's rule), so a peak is that of the last block of a mode.
 
     Args:
         tables: the problem.
@@ -409,15 +441,25 @@ def _program(tables: _Tables, *, shortage: bool) -> tuple[_Program, list[dict[in
     problem, program = tables.problem, _Program()
     unit, time = _unit(problem), 0.0 if shortage else 1.0
     lacks = [program.variable(1.0, float("inf") if shortage else 0.0) for _ in range(2)]  # on the device, on the host
-    of_block = [np.flatnonzero(tables.block_of == number) for number in range(len(tables.blocks))]
-    chosen: list[dict[int, int]] = []
-    for number, calls in enumerate(of_block):
-        options = {}
-        for mode in np.flatnonzero(tables.allowed[number]):
-            seconds = tables.mode_s[calls, mode].sum() + tables.prices[number, mode]
-            options[int(mode)] = program.variable(time * float(seconds), 1.0, whole=True)
-        program.equal(dict.fromkeys(options.values(), 1.0), 1.0)
-        chosen.append(options)
+    chosen: list[tuple[list[int], dict[int, int]]] = []
+    options_of: dict[int, dict[int, int]] = {}  # by call; of a group by its first call
+    used: dict[int, dict[int, int]] = {}  # first call of a group -> mode -> whether a block has it
+    for blocks in _equal_blocks(tables):
+        number, calls = blocks[0], np.flatnonzero(tables.block_of == blocks[0])
+        first, options = int(calls[0]), dict[int, int]()
+        above = np.maximum(tables.backward[first], tables.forward[first] - tables.kept[first])
+        modes = map(int, np.flatnonzero(tables.allowed[number]))
+        for mode in sorted(modes, key=lambda mode: -float(above[mode])):
+            seconds = tables.mode_s[calls, mode].sum() + tables.prices[blocks, mode].mean()
+            options[mode] = program.variable(time * float(seconds), float(len(blocks)), whole=True)
+        program.equal(dict.fromkeys(options.values(), 1.0), float(len(blocks)))
+        chosen.append((blocks, options))
+        options_of |= dict.fromkeys(calls, options)
+        if len(blocks) > 1:
+            used[first] = {mode: program.variable(0.0, 1.0, whole=True) for mode in options}
+            for mode, variable in options.items():
+                program.at_most({variable: 1.0, used[first][mode]: -float(len(blocks))}, 0.0)
+    represented = [call for call in range(len(problem.calls)) if call in options_of]
 
     away: dict[str, int] = {}
     base: dict[int, float] = {}
@@ -429,11 +471,11 @@ def _program(tables: _Tables, *, shortage: bool) -> tuple[_Program, list[dict[in
         base[away[name]], base[any_away] = -1.0, movable.buffers / unit
 
     def terms(table: Any, call: int) -> Iterator[tuple[int, float]]:
-        for mode, variable in chosen[tables.block_of[call]].items():
+        for mode, variable in options_of[call].items():
             if value := table[call, mode]:
                 yield variable, float(value)
 
-    def memory(calls: Iterator[tuple[int, float]] | list[tuple[int, float]], room: float) -> None:
+    def memory(calls: Iterable[tuple[int, float]], room: float) -> None:
         row = {lacks[0]: -1.0, **base}
         for variable, value in calls:
             row[variable] = row.get(variable, 0.0) + value / unit
@@ -451,19 +493,30 @@ def _program(tables: _Tables, *, shortage: bool) -> tuple[_Program, list[dict[in
         program.equal(row, 0.0)
         return total
 
+    def peaks(alive: int | None, call: int, above: Any) -> None:
+        """Limit the peaks of a call, or of the last block of each mode in a group; ``above`` is above what is kept."""
+        kept = []
+        for mode, variable in options_of[call].items():
+            kept.append((variable, float(tables.kept[call, mode])))
+            if call in used:
+                memory([*total(alive), *kept, (used[call][mode], float(above[call, mode]))], room)
+        if call not in used:
+            memory([*total(alive), *terms(tables.kept + above, call)], room)
+
     budget = problem.budget * (1 - _ROUNDING)
     room = budget - problem.base
     alive: int | None = None
-    for call in range(len(problem.calls)):
-        memory([*total(alive), *terms(tables.forward, call)], room)
+    for call in represented:
+        peaks(alive, call, tables.forward - tables.kept)
         alive = after(alive, call)
     memory(total(alive), room - problem.between)
     alive = None
     for call in reversed(problem.order):
-        alive = after(alive, call)
-        memory([*total(alive), *terms(tables.backward, call)], room)
+        if call in options_of:
+            peaks(alive, call, tables.backward)
+            alive = after(alive, call)
     memory([], budget - problem.step)
-    copied = [term for call in range(len(problem.calls)) for term in terms(tables.copied, call)]
+    copied = [term for call in represented for term in terms(tables.copied, call)]
     if problem.host is not None:
         row = {lacks[1]: -1.0, **dict.fromkeys(away.values(), 1.0)}
         for variable, value in copied:
@@ -478,14 +531,13 @@ def _program(tables: _Tables, *, shortage: bool) -> tuple[_Program, list[dict[in
             if (passes := each.passes.get((phase, way), 0))
         }
         if (phase, way) in ((FORWARD, DOWN), (BACKWARD, UP)):
-            for call in range(len(problem.calls)):
-                for variable, value in terms(tables.copied, call):
-                    row[variable] = row.get(variable, 0.0) + value / problem.bandwidth
+            for variable, value in copied:
+                row[variable] = row.get(variable, 0.0) + value / problem.bandwidth
         if not row:
             continue
         row[exposed[phase]] = -1.0
         table = {FORWARD: tables.forward_s, BACKWARD: tables.backward_s}.get(phase)
-        for call in range(len(problem.calls)) if table is not None else ():
+        for call in represented if table is not None else ():
             for variable, value in terms(table, call):
                 row[variable] = row.get(variable, 0.0) - value
         program.at_most(row, problem.other_s.get(phase, 0.0))

@@ -265,6 +265,7 @@ AUTO_EXAMPLES = {
     "accept_tight": "true",
     "presets": "[bf16,checkpointing]",
     "save_preset": "my_run",
+    "whole_batch": "true",
 }
 """Field of the preset `auto` -> an example of its value."""
 
@@ -282,6 +283,7 @@ def _auto(given: object) -> AutoSettings | None:
         "accept_tight": bool,
         "presets": Sequence[str] | None,
         "save_preset": str | None,
+        "whole_batch": bool,
     }
     for name, value in given.items():
         if name not in kinds:

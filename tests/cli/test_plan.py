@@ -456,11 +456,18 @@ def test_solved_plan_is_shown_and_written_as_a_preset(
     assert lines_with(out, "solved: keep: blocks.1")
     assert lines_with(out, "--save-preset my_run", "solo=my_run")
     out, _ = called(capsys, *line, "--save-preset", "mine", "--host-memory", "64GiB")
-    assert asked[1].presets["solved"].host_memory == 64 * GiB
+    assert asked[1].host_memory == 64 * GiB
+    assert not asked[1].presets["solved"].whole_batch
     assert out.splitlines()[-1].endswith("lightning-solo train solo=mine")
     assert fields_of(composed("mine")) == fields
-    plans[0] = replace(plans[0], verdict="does not fit")
-    called(capsys, *line, "--save-preset", "other", code=1)
+    plans[1] = replace(plans[1], preset="bf16", verdict="fits", seconds_per_step=plans[0].seconds_per_step / 2)
+    out, _ = called(capsys, *line, "--save-preset", "mine", "--whole-batch")
+    assert asked[2].presets["solved"].whole_batch
+    assert lines_with(out, "solved comes after bf16", "solo=mine")
+    assert lines_with(out, "lightning-solo train", "solo=bf16")
+    plans[:] = [replace(plan, verdict="does not fit") for plan in plans]
+    _, err = called(capsys, *line, "--save-preset", "other", code=1)
+    assert lines_with(err, "--save-preset other: ", "conf/solo/other.yaml isn't written")
     assert not (tmp_path / "conf" / "solo" / "other.yaml").exists()
     out, err = called(capsys, *line, "--save-preset", "bf16", code=2)
     assert "--save-preset bf16: " in err

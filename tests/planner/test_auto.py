@@ -261,6 +261,7 @@ def test_written_fields_compose_to_the_same_preset(
         ("auto.budget=[16]", ["auto.budget=[16]: write"]),
         ("auto.device=3", ["auto.device=3: write auto.device=rtx-4090"]),
         ("auto.accept_tight=1", ["auto.accept_tight=1: write auto.accept_tight=true"]),
+        ("auto.whole_batch=1", ["auto.whole_batch=1: write auto.whole_batch=true"]),
         ("auto.presets=bf16", ["auto.presets='bf16': write auto.presets=[bf16,checkpointing]"]),
         ("auto.presets=[baselin]", [nearest("baseline")]),
         ("auto.save_preset=a/b", ["auto.save_preset='a/b'", "auto.save_preset=my_run"]),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_solo.planner import capture as capturing
 from lightning_solo.planner import few_blocks
+from lightning_solo.planner.bases import with_modes
 from lightning_solo.planner.block_tables import block_table
 from lightning_solo.planner.depth_scaling import NotRepeatedError, Stretch
 from lightning_solo.planner.device import device
@@ -22,7 +23,6 @@ from lightning_solo.planner.few_blocks import FEW, FewBlocks
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.planner import Planner
 from lightning_solo.planner.rules import arrange
-from lightning_solo.planner.solved_plan import with_modes
 from lightning_solo.presets.compose import compose, compose_all
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.units import MiB

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_solo.attach import trainer_kwargs
-from lightning_solo.planner.bases import Bases, configuration_of
+from lightning_solo.planner.bases import Bases, configuration_of, solved_lines, with_modes
 from lightning_solo.planner.block_marks import BACKWARD, FORWARD
 from lightning_solo.planner.block_tables import block_table, problem_of
 from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import TIGHT, verdict_of
 from lightning_solo.planner.planner import Planner
 from lightning_solo.planner.rules import arrange
-from lightning_solo.planner.solved_plan import _Solver, solved, with_modes
-from lightning_solo.planner.solver import Call, Choice, Option, Problem, evaluate
+from lightning_solo.planner.solved_plan import _Solver, solved
+from lightning_solo.planner.solver import Call, Choice, Option, Problem, _Tables, evaluate, solve
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.writing import fields_of
 from lightning_solo.reference.byte_gpt import ByteGPT
@@ -40,6 +46,14 @@ def make(depth: int = 4) -> ByteGPT:
     return ByteGPT(width=32, depth=depth, heads=2, context=64, warmup_steps=2)
 
 
+def fit(module: L.LightningModule, batch: Any, fields: Mapping[str, Any], *callbacks: Any) -> None:
+    """Train for three steps with the fields of a preset."""
+    arguments = trainer_kwargs(fields, callbacks=[*callbacks])
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer: Any = L.Trainer(accelerator="cpu", max_steps=3, enable_model_summary=False, **{**arguments, **quiet})
+    trainer.fit(module, DataLoader([batch] * 8, batch_size=None))
+
+
 @pytest.mark.parametrize("on", ["cpu", pytest.param("rtx_4090", marks=pytest.mark.long)])
 def test_tables_of_equal_modes_predict_peaks_of_mixed_ones(on: str) -> None:
     modules: list[ByteGPT] = []
@@ -50,18 +64,18 @@ def test_tables_of_equal_modes_predict_peaks_of_mixed_ones(on: str) -> None:
 
     planner = Planner(recorded, text(4), {}, device(on), GiB)
     base = replace(compose("baseline"), precision="32-true")
-    keep = planner.captured(arrange(base, {}))
+    keep = planner.captured(arrange(base, {}), 4)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in modules[-1].blocks)
     traces = {"keep": keep}
     for mode in ("products", "recompute"):
-        traces[mode] = planner.captured(arrange(with_modes(base, {mode: NAMES}), {}))
+        traces[mode] = planner.captured(arrange(with_modes(base, {mode: NAMES}), {}), 4)
     last = [(mark.kind, mark.block) for mark in keep.marks if mark.kind != "after"][-8:]
     assert last == [*((FORWARD, name) for name in NAMES), *((BACKWARD, name) for name in reversed(NAMES))]
     problem = problem_of({mode: block_table(trace, planner.device) for mode, trace in traces.items()}, GiB, None)
     for mode, trace in traces.items():
         assert evaluate(problem, dict.fromkeys(NAMES, mode)).peak == trace.log.peak()[0]
     mixed = {"keep": [NAMES[1]], "products": [NAMES[2]], "recompute": [NAMES[0], NAMES[3]]}
-    real = planner.captured(arrange(with_modes(base, mixed), {}))
+    real = planner.captured(arrange(with_modes(base, mixed), {}), 4)
     modes = {name: mode for mode, names in mixed.items() for name in names}
     assert evaluate(problem, modes).peak == pytest.approx(real.log.peak()[0], rel=0.03)
     kept, again = problem.calls[0].options["keep"], problem.calls[0].options["recompute"]
@@ -109,13 +123,13 @@ def test_traced_bytes_above_the_tables_correct_the_next_round(
         tried.append(trace.kept)
         return 730 + 100 * trace.kept + (70 + more if trace.kept < 4 else 0), 12.0 - trace.kept
 
-    def captured(config: Any) -> SimpleNamespace:
+    def captured(config: Any, size: int = 4) -> SimpleNamespace:
         modes = [each.settings.modes for each in config.techniques if each.card.solved == "modes"]
         kept = len(modes[0].get("keep", ())) if modes else 4
         return SimpleNamespace(kept=kept, host_bytes=kept * 63 + 10)  # the tables say 60
 
     monkeypatch.setattr(solver, "_problem", lambda: problem)
-    monkeypatch.setattr("lightning_solo.planner.solved_plan.arrange", lambda config, trainer: config)
+    monkeypatch.setattr(solver, "_arranged", lambda config: config)
     monkeypatch.setattr(planner, "captured", captured)
     monkeypatch.setattr(planner, "costs", costs)
     monkeypatch.setattr(
@@ -125,6 +139,38 @@ def test_traced_bytes_above_the_tables_correct_the_next_round(
     assert tried[0] > tried[1], tried
     assert plan.needed_bytes <= planner.budget
     assert host is None or tried[-1] * 63 + 10 <= host
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("width", "is_divided"), [(256, True), (64, False)])
+def test_micro_batches_are_solved_if_they_are_faster(width: int, is_divided: bool) -> None:
+    module, batch = partial(ByteGPT, width=width, depth=4, heads=2, context=64, warmup_steps=2), text(8)
+    base = replace(compose("baseline"), precision="32-true")
+    planner = Planner(module, batch, {}, device("cpu"), GiB)
+    plan = planner.plan("baseline", base)
+    checkpointed = planner.plan("checkpointing", replace(compose("checkpointing"), precision="32-true"))
+    planner.budget = int((0.6 * checkpointed.needed_bytes + 0.4 * plan.needed_bytes) * (1 + TIGHT))
+    plans = {"baseline": replace(plan, verdict=verdict_of(plan.needed_bytes, planner.budget))}
+    result = solved(planner, Bases({"baseline": base}), plans)
+    whole = solved(planner, Bases({"baseline": base}, whole_batch=True), plans)
+    assert (result.verdict, whole.verdict) == ("fits", "fits")
+    assert (whole.micro_batch, whole.accumulation) == (8, 1)
+    assert (result.micro_batch < 8) == is_divided
+    assert result.micro_batch * result.accumulation == result.batch == 8
+    assert result.seconds_per_step <= 1.02 * whole.seconds_per_step + 1e-3
+    if not is_divided:
+        assert result == whole
+        return
+    assert result.seconds_per_step < whole.seconds_per_step
+    assert result.configuration is not None
+    assert f"callback.micro_batching.micro_batch={result.micro_batch}" in solved_lines(configuration_of(result))
+    watch, divided = Held(), module()
+    plain = copy.deepcopy(divided)
+    fit(divided, batch, result.configuration, watch)
+    assert watch.peak_bytes == pytest.approx(result.peak_bytes, rel=0.03)
+    fit(plain, batch, {"precision": "32-true"})
+    for name, weight in plain.named_parameters():
+        torch.testing.assert_close(weight, divided.get_parameter(name), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.long
@@ -147,8 +193,98 @@ def test_solved_plan_counts_as_planned_and_is_no_slower_than_presets(share: floa
     assert len(modes) > 1, "blocks differ"
     watch = Held()
     assert result.configuration is not None
-    arguments = trainer_kwargs(result.configuration, callbacks=[watch])
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    fit: Any = L.Trainer(accelerator="cpu", max_steps=3, enable_model_summary=False, **{**arguments, **quiet})
-    fit.fit(larger(), DataLoader([batch] * 8, batch_size=None))
+    fit(larger(), batch, result.configuration, watch)
     assert watch.peak_bytes == pytest.approx(result.peak_bytes, rel=0.03)
+
+
+class Uneven(L.LightningModule):
+    """Residual blocks of unequal sizes."""
+
+    def __init__(self, hidden: Sequence[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Bottleneck(64, size) for size in hidden])
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Bottleneck(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+SIZES = (1024, 64, 256, 768, 128, 512, 96, 896, 320, 192, 640, 448)
+
+
+def traced(make: Callable[[], Any], batch: Any, preset: str) -> Problem:
+    """Return the tables of a module's traces on a GPU that is slow enough for its copies."""
+    card = replace(device("rtx_4090"), host_bandwidth=2e9)
+    planner = Planner(make, batch, {}, card, 10 * GiB, host_memory=64 * GiB)
+    return _Solver(planner, Bases({preset: compose(preset)}), compose(preset))._problem()
+
+
+@pytest.fixture(scope="module")
+def problems() -> dict[str, Problem]:
+    gpt = partial(ByteGPT, width=128, depth=12, heads=2, context=64, warmup_steps=2)
+    return {
+        "unequal": traced(partial(Uneven, SIZES), torch.zeros(4096, 64), "compact"),
+        "equal": traced(gpt, text(64), "compact"),
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("highs", [True, False], ids=["highs", "search"])
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.75])
+@pytest.mark.parametrize("kind", ["unequal", "equal"])
+def test_no_random_plan_of_a_traced_module_is_faster(
+    problems: dict[str, Problem], kind: str, share: float, highs: bool
+) -> None:
+    problem = problems[kind]
+    assert len(problem.options) == 12
+    assert {"keep", "products", "recompute", "host_input", "offload"} == {*problem.calls[0].options}
+    assert problem.movables
+    tables = _Tables(problem)
+    alone = [evaluate(problem, dict.fromkeys(problem.options, mode)).peak for mode in tables.modes]
+    problem = replace(problem, budget=int(min(alone) + share * (max(alone) - min(alone))))
+    tables, draw = _Tables(problem), np.random.default_rng(round(100 * share))
+    best, tried = float("inf"), 0
+    while tried < 500:
+        weights = draw.random(len(tables.modes)) ** 3
+        columns = draw.choice(len(tables.modes), len(tables.blocks), p=weights / weights.sum())
+        away = {
+            name: (draw.integers(2) if part.is_whole else draw.integers(5) / 4) * part.bytes
+            for name, part in problem.movables.items()
+        }
+        away = {name: size for name, size in away.items() if size}
+        if tables.fits(columns, away):
+            tried, best = tried + 1, min(best, tables.seconds(columns, away))
+    begin = time.process_time()
+    choice = solve(problem, highs=highs)
+    assert time.process_time() - begin < 10  # a runaway search, not a figure
+    assert choice.peak <= problem.budget
+    assert choice.seconds <= 1.02 * best
+
+
+@pytest.mark.long
+def test_plan_of_four_traced_blocks_is_the_fastest_of_all() -> None:
+    problem = traced(partial(Uneven, SIZES[:4]), torch.zeros(4096, 64), "bf16")
+    tables = _Tables(problem)
+    every = [np.array(columns) for columns in itertools.product(range(len(tables.modes)), repeat=4)]
+    assert len(every) == 5**4
+    peaks = [tables.peak(columns, {}) for columns in every]
+    for share in (0.0, 0.2, 0.4, 0.6, 0.8):
+        budget = int(min(peaks) + share * (max(peaks) - min(peaks)))
+        best = min(tables.seconds(each, {}) for each, peak in zip(every, peaks, strict=True) if peak <= budget)
+        for highs, slack in ((True, 1.006), (False, 1.02)):
+            choice = solve(replace(problem, budget=budget), highs=highs)
+            assert choice.peak <= budget
+            assert choice.seconds <= slack * best

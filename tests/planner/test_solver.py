@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_solo.errors import BudgetError
+from lightning_solo.planner import solver
 from lightning_solo.planner.solver import (
     Call,
     Choice,
@@ -19,6 +20,7 @@ from lightning_solo.planner.solver import (
     Option,
     Problem,
     _by_highs,
+    _equal_blocks,
     _Tables,
     closest,
     corrected,
@@ -103,6 +105,49 @@ def test_no_random_plan_is_faster(share: float, states: int, highs: bool) -> Non
         begin = time.monotonic()
         assert solve(problem, highs=highs).seconds <= 1.02 * best, f"against {best} of {tried}"
         assert time.monotonic() - begin < 60  # a runaway search, not a figure
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_numbers_of_equal_blocks_are_those_of_the_fastest_choice(seed: int) -> None:
+    modes = ("keep", "products", "recompute") if seed % 2 else ("keep", "host_input", "offload")
+    one, other = (unequal(3, each, equal=True) for each in (seed, seed + 9))
+    calls = [
+        Call(f"blocks.{number}", {mode: call.options[mode] for mode in modes})
+        for number, call in enumerate([*one.calls, *other.calls])
+    ]
+    orders = [5, 4, 3, 2, 1, 0], [2, 1, 0, 5, 4, 3], [4, 3, 5, 2, 1, 0]
+    for order, numbers in zip(orders, ([3, 3], [1] * 6, [3, 1, 1, 1]), strict=True):
+        problem = replace(one, calls=calls, order=order, bandwidth=30)
+        assert [len(group) for group in _equal_blocks(_Tables(problem))] == numbers
+        choices = every(problem)
+        least, most = min(choice.peak for choice in choices), max(choice.peak for choice in choices)
+        for share in (0.02, 0.4):
+            limited = replace(problem, budget=int(least + share * (most - least)))
+            # HiGHS leaves its tolerance, which is less than a byte
+            best = min(choice.seconds for choice in choices if choice.peak < limited.budget)
+            found = _by_highs(tables := _Tables(limited))
+            assert found is not None
+            assert tables.fits(*found)
+            assert tables.seconds(*found) <= best * 1.006
+
+
+def test_a_block_of_several_calls_or_without_backward_equals_no_other() -> None:
+    problem = unequal(5, 1, equal=True)
+    calls = [*problem.calls, problem.calls[4]]
+    tables = _Tables(replace(problem, calls=calls, order=[5, 4, 3, 2, 0]))  # the second has no backward
+    assert _equal_blocks(tables) == [[0], [1], [2], [3], [4]]
+    tables = _Tables(replace(problem, calls=calls, order=[5, 4, 3, 2, 1, 0]))
+    assert _equal_blocks(tables) == [[0, 1, 2, 3], [4]]
+
+
+def test_solver_that_stops_early_has_a_choice_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = within(unequal(40, 1), 0.3)
+    proven = solve(problem, highs=True)
+    monkeypatch.setattr(solver, "NODES", 0)
+    monkeypatch.setattr(solver, "GAP", 0.0)
+    early = solve(problem, highs=True)
+    assert feasible(problem, early)
+    assert early.seconds <= min(1.02 * proven.seconds, solve(problem, highs=False).seconds)
 
 
 def test_equal_blocks_are_solved_by_their_number() -> None:

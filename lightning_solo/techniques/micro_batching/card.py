@@ -125,6 +125,7 @@ CARD = Card(
         "accumulation_factor": "callback.micro_batching.global_batch=null, where the factor is set elsewhere, or drop"
         " accumulate_grad_batches",
     },
+    solved="micro_batch",
     planned="lightning_solo.techniques.micro_batching.card:planned",
     engines=answers(ddp=_under_ddp, fsdp=NOT_COMPARED, zero3=NOT_COMPARED),
 )
