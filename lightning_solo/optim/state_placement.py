@@ -14,7 +14,7 @@ from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.adamw_states import Layout, bytes_of
 from lightning_solo.optim.back_end_facts import SETTINGS
 from lightning_solo.optim.staging import Staging
-from lightning_solo.units import format_bytes
+from lightning_solo.units import MiB, format_bytes
 
 States = MutableMapping[Tensor, dict[str, Tensor]]
 """Parameter -> tensors of its state by name."""
@@ -164,8 +164,11 @@ class StatePlacement:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a GPU, minus 5 % of its memory; 0 for a CPU."""
+    """Return the free bytes of a GPU, minus 5 % of its memory but at least 32 MiB; 0 for a CPU.
+
+    5 % of a small GPU may be less than a segment of torch's allocator, 20 MiB for tensors of 1 to 10 MiB.
+    """
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
-    return max(0, free - total // 20)
+    return max(0, free - max(total // 20, 32 * MiB))

@@ -26,6 +26,7 @@ from lightning_solo.optim import (
 )
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.optim.staging import Staging
+from lightning_solo.units import GiB, MiB
 from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.training import contents, equal, train
@@ -385,6 +386,19 @@ def test_budgets_that_are_none(budget: Any):
 
 
 # --- on a GPU ---
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "rest"),
+    [(20 * GiB, 8 * GiB, 7 * GiB), (96 * MiB, 60 * MiB, 28 * MiB), (96 * MiB, 20 * MiB, 0)],
+    ids=["5 % of a large device", "a segment of a small one", "none"],
+)
+def test_room_leaves_a_part_of_the_device_free(
+    total: int, free: int, rest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
+    assert state_placement.free_bytes(torch.device("cuda", 0)) == rest
+    assert not state_placement.free_bytes(torch.device("cpu"))
 
 
 @pytest.mark.gpu

@@ -56,6 +56,23 @@ def test_a_list_of_tensors_changed_in_place_is_noticed_by_autograd():
         loss.backward()
 
 
+@pytest.mark.parametrize("operator", [torch._foreach_add_, torch._foreach_lerp_, torch._foreach_add])
+def test_lists_of_tensors_on_two_devices_are_refused_as_by_cuda(operator):
+    weights, more = [torch.ones(2, device="cuda") for _ in range(2)], (0.5,) * (operator is torch._foreach_lerp_)
+    operator(weights, [torch.ones(2, device="cuda"), torch.tensor(1.0, device="cuda")], *more)
+    with pytest.raises(RuntimeError, match="same device"):
+        operator(weights, [torch.ones(2, device="cuda"), torch.ones(2)], *more)
+
+
+def test_lists_of_tensors_that_cuda_takes_one_by_one():
+    on_device, on_host = torch.ones(2, device="cuda"), torch.ones(2)
+    torch._foreach_add_([on_device], [torch.tensor(1.0)])  # a number
+    torch._foreach_mul_([on_device, on_host], 3.0)  # each where it is
+    assert (on_device.tolist(), on_host.tolist()) == ([6.0, 6.0], [3.0, 3.0])
+    torch._foreach_copy_([on_device], [on_host])
+    assert on_device.tolist() == [3.0, 3.0]
+
+
 def test_more_memory_than_there_is():
     torch.cuda.empty_cache()
     with device.memory_of(torch.cuda.memory_reserved() + 40 * 2**20):

@@ -477,6 +477,13 @@ def test_too_small_a_host_and_a_bound_that_comes_late_are_refused(
             fit(make_trainer, WeightsOnHost(clipping="deferred"), *others)
 
 
+@pytest.mark.parametrize("kept", ["bf16", "device"])
+def test_gradients_to_keep_are_refused_where_none_are_kept(kept: str) -> None:
+    remedies = ("kept_gradients=exact", "clipping=deferred")
+    with pytest.raises(ConflictError, match=mentions(f"kept_gradients={kept}", "clipping=second_backward", *remedies)):
+        WeightsOnHost(clipping="second_backward", kept_gradients=kept)
+
+
 def test_a_plan_updates_blocks_beside_the_forward_by_gradients_and_states_from_the_host() -> None:
     (batch,) = loader(1, width=WIDTH)
     configuration = compose(

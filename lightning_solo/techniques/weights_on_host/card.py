@@ -16,6 +16,7 @@ from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.released_gradients import scaled_gradients
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
+from lightning_solo.errors import ConflictError
 from lightning_solo.units import parse_budget
 
 OPTION = "callback.weights_on_host"
@@ -55,6 +56,13 @@ class Settings(TechniqueSettings):
         " on the device, which spares the bus",
         allowed=("exact", "bf16", "device"),
     )
+
+    def _check_together(self) -> None:
+        if self.clipping == "second_backward" and self.kept_gradients != "exact":
+            raise ConflictError(
+                f"{OPTION}.kept_gradients={self.kept_gradients} and {OPTION}.clipping=second_backward, which keeps no"
+                f" gradients; write {OPTION}.kept_gradients=exact, or {OPTION}.clipping=deferred"
+            )
 
     @property
     def budget(self) -> int | None:

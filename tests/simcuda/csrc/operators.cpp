@@ -271,10 +271,32 @@ class Call {
       if (value.isDevice()) on_device_ = on_device_ || value.toDevice().is_cuda();
       if (value.isGenerator()) given_generator_ = true;
     }
+    const auto& name = op_.schema().name();
+    if (starts_with(name, "aten::_foreach_") && name != "aten::_foreach_copy_" && name != "aten::_foreach_copy")
+      check_lists();
     if (!tensors_.empty() && host_tensor_.defined() && !traits_.takes_host_tensors)
       TORCH_CHECK(
           false, "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (",
           op_.schema().name(), ", a tensor of ", host_tensor_.sizes(), " on the CPU)");
+  }
+
+  // CUDA takes lists of tensors on several devices apart, and refuses those of one place that aren't on one device.
+  void check_lists() const {
+    std::vector<bool> host, device;
+    for (size_t i = first_; i < stack_.size(); ++i) {
+      if (!stack_[i].isTensorList()) continue;
+      const auto tensors = stack_[i].toTensorVector();
+      host.resize(std::max(host.size(), tensors.size()));
+      device.resize(host.size());
+      for (size_t k = 0; k < tensors.size(); ++k) {
+        if (tensors[k].is_cuda()) device[k] = true;
+        if (tensors[k].is_cpu() && tensors[k].dim()) host[k] = true;
+      }
+    }
+    for (size_t k = 0; k < host.size(); ++k)
+      TORCH_CHECK(
+          !(host[k] && device[k]), "Expected all tensors to be on the same device, but found at least two devices, ",
+          "cuda:0 and cpu! (", op_.schema().name(), ", tensors of index ", k, ")");
   }
 
   bool holds_optional_tensors(const c10::IValue& value, size_t i) const {
