@@ -88,11 +88,12 @@ def trained(preset: str, folder: Path, width: int, blocks: int, room: int = 0) -
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)  # minutes
 @pytest.mark.parametrize(
     ("width", "blocks", "room", "host"),
     [
         (512, 40, 96 * MiB, GiB),
-        pytest.param(2560, 39, 2 * GiB, 14 * GiB, marks=pytest.mark.timeout(3600)),  # minutes
+        (2560, 39, 2 * GiB, 14 * GiB),
     ],
     ids=["82 million in 96 MiB", "2 billion in 2 GiB"],
 )
