@@ -49,6 +49,7 @@ ELSEWHERE = {
     "optim/test_back_ends.py": "optim/back_end_facts optim/library_optimizers",
     "optim/test_compact_adamw.py": "optim/adamw_update optim/gradient_checks optim/memory_order optim/param_groups",
     "optim/test_conversion.py": "optim/replacement",
+    "optim/test_sharded_states.py": "memory/sharded_tensors",
     "optim/test_gradient_release.py": "optim/gradient_sums optim/immediate_steps",
     "optim/test_host_memory.py": "memory/host_slabs optim/adamw_states optim/staging optim/state_placement",
     "optim/test_master_weights.py": "optim/split_optimizer optim/torch_optimizers",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.errors import ConflictError
+from lightning_solo.memory.sharded_tensors import is_sharded
 from lightning_solo.random_states import Source, global_sources, sources_in
 
 
@@ -366,10 +367,13 @@ def _generators(modules: Mapping[str, nn.Module], device: torch.device) -> list[
 def attributes_kept(module: nn.Module) -> Iterator[None]:
     """Restore the attributes of all parts of a module after a context, and the items of containers among them."""
     before = [(vars(part), {**vars(part)}) for part in module.modules()]
+    sharded: list[Any] = [part for part in module.modules() if _is_sharded(part)]
     containers = {id(value): (value, copy(value)) for _, attributes in before for value in _containers(attributes)}
     try:
         yield
     finally:
+        for part in sharded:
+            part.reshard()  # FSDP2 puts shards and whole weights among the attributes, and keeps an account
         for attributes, values in before:
             for name in attributes.keys() - values.keys():
                 del attributes[name]
@@ -379,6 +383,12 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
                 continue
             container.clear()
             (container.extend if isinstance(container, list | deque) else container.update)(items)
+
+
+def _is_sharded(part: nn.Module) -> bool:
+    """Return whether FSDP2 gathers a part's weights, and hasn't gathered them."""
+    is_fsdps = any(cls.__name__ == "FSDPModule" for cls in type(part).__mro__)
+    return is_fsdps and all(map(is_sharded, part.parameters()))
 
 
 def _containers(value: Any) -> Iterator[Any]:

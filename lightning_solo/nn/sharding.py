@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_solo.errors import ConflictError, listed
+from lightning_solo.memory.sharded_tensors import sharded_like
 
 
 def shard(
@@ -21,6 +22,7 @@ def shard(
     *,
     forward_methods: Iterable[str] = (),
     reshard_after_forward: bool = True,
+    find_unused_parameters: bool = False,
 ) -> Callable[[], Mapping[Tensor, nn.Parameter]]:
     """Shard each block's parameters over a mesh, then all others of the module as one group.
 
@@ -33,26 +35,43 @@ def shard(
         blocks: modules below ``module``, gathered one at a time.
         forward_methods: methods of ``module`` besides ``forward`` that gather its weights when they are called.
         reshard_after_forward: whether a block's weights are freed after its forward, and gathered again in backward.
+        find_unused_parameters: whether processes may have gradients of different parameters; those that no process has
+            are then zeros. Otherwise they must be the same, or the processes wait for one another.
 
     Returns:
         A function that makes the module plain again, with whole weights on the host, and returns them by the sharded
         parameters; all processes must call it.
 
     Raises:
-        ConflictError: a parameter of the module isn't sharded, and so each process would train its own.
+        ConflictError: a parameter of the module is a number, which can't be sharded; or isn't sharded, and so each
+            process would train its own.
     """
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
+    _require_shardable(module)
     alone = without_shared_parameters(module, list(dict.fromkeys(blocks)))
     before = [(part, type(part), {**vars(part)}) for part in (*alone, module)]
     for block in alone:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(module, mesh=mesh)
+    if find_unused_parameters:
+        cast(FSDPModule, module).set_reduce_scatter_unused_params(True)  # and its parts
     _share_buffers(module, mesh.get_group())
     for name in forward_methods:
         register_fsdp_forward_method(module, name)
     require_sharded(module)
     return partial(_restore, module, before)
+
+
+def _require_shardable(module: nn.Module) -> None:
+    """Refuse parameters that are numbers, and give the others a memory order that FSDP2 takes."""
+    if numbers := [name for name, p in module.named_parameters() if not p.dim()]:
+        raise ConflictError(
+            f"FSDP2 and {listed(numbers)}: a number can't be sharded; write a vector of one, such as"
+            " nn.Parameter(torch.tensor([0.5])), or take the preset ddp"
+        )
+    for p in module.parameters():
+        p.data = p.data.contiguous()
 
 
 def _share_buffers(module: nn.Module, group: Any) -> None:
@@ -94,16 +113,6 @@ def _restore(
     return whole
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, whole: Mapping[Tensor, nn.Parameter], keep: bool) -> None:
-    """Give an optimizer whole parameters in place of sharded ones, and its whole states if this process keeps them."""
-    for group in optimizer.param_groups:
-        group["params"] = [whole.get(p, p) for p in group["params"]]
-    states = {whole.get(p, p): gathered(state, keep) for p, state in optimizer.state.items()}
-    optimizer.state.clear()
-    if keep:
-        optimizer.state.update(states)
-
-
 def _is_fsdps(value: Any) -> bool:
     """Return whether FSDP2 has put a hook, a method or a state there."""
     value = getattr(value, "hook", value)
@@ -140,48 +149,8 @@ def require_sharded(module: nn.Module) -> None:
         )
 
 
-def gathered(states: Any, keep: bool) -> Any:
-    """Return a nested state dict with whole tensors on the CPU in place of shards; all processes must call it.
-
-    ``keep``: whether this process keeps them; else tensors that were sharded are left out of mappings.
-    """
-    if isinstance(states, DTensor):
-        whole = states.full_tensor()
-        return whole.cpu() if keep else None
-    if isinstance(states, Tensor):
-        return states.detach().cpu()
-    if isinstance(states, Mapping):
-        return {key: gathered(value, keep) for key, value in states.items()}
-    if isinstance(states, list | tuple):
-        return type(states)(gathered(value, keep) for value in states)
-    return states
-
-
-def sharded_like(value: Any, parameter: Tensor) -> Any:
-    """Return a whole tensor as the shards of a parameter of its shape; anything else as it is."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
-        return value
-    if isinstance(value, DTensor):
-        return value
-    return distribute_tensor(
-        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
-
-
 def load_weights(module: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> Any:
     """Load whole weights into a sharded module; each process takes its shards of them."""
     own = dict(module.named_parameters(remove_duplicate=False))
     placed = {name: sharded_like(value, own[name]) if name in own else value for name, value in weights.items()}
     return module.load_state_dict(placed, strict=strict)
-
-
-def load_states(optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
-    """Load whole optimizer states, as a plain run saves them, into an optimizer of sharded parameters."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in states["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, parameters, strict=True))
-    placed = {
-        number: {name: sharded_like(value, by_number[number]) for name, value in state.items()}
-        for number, state in states["state"].items()
-    }
-    optimizer.load_state_dict({**states, "state": placed})

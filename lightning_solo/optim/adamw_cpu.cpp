@@ -34,7 +34,7 @@ struct Step {  // `_Step` of cpu_kernel.py
     float* exp_avg_scale;
     uint8_t* exp_avg_sq;
     float* exp_avg_sq_scale;
-    int64_t numel, threads;
+    int64_t numel, threads, first_row;
     uint64_t seed, seed_of_weights;
     float scale, shrink, pull, first, keep, second, correction2, eps, rate, bound;
 };
@@ -171,11 +171,11 @@ void step_block(const Step& by, int64_t row, typename Types<M>::Weight* weight, 
     if constexpr (M == FP32)
         std::memcpy(weight, master, sizeof master);
     else
-        split<M>(master, weight, correction, start_of(uint64_t(row), by.seed_of_weights));
+        split<M>(master, weight, correction, start_of(uint64_t(row + by.first_row), by.seed_of_weights));
     *exp_avg_scale = scale_of(m_largest);
     *exp_avg_sq_scale = scale_of(v_largest);
     const float m_factor = reciprocal(*exp_avg_scale), v_factor = reciprocal(*exp_avg_sq_scale);
-    const float start = start_of(uint64_t(row), by.seed);
+    const float start = start_of(uint64_t(row + by.first_row), by.seed);
 #pragma omp simd
     for (int i = 0; i < BLOCK; i++) {
         const float scaled = m[i] * m_factor;

@@ -48,10 +48,10 @@ def loadable_states(
     _require_same_names(state_dict["param_groups"], optimizer.param_groups)
     states = saved_states(optimizer, state_dict)
     for p, state in states.items():
-        whole = layout(p)
+        whole, without = layout(p), {name: value for name, value in state.items() if name != "correction"}
         moments = {name: size for name, size in whole.items() if name != "correction"}
         correction = {name: size for name, size in whole.items() if name == "correction"}
-        if not any(is_alike(state, each) for each in ({}, correction, moments, whole)) and not is_plain(state, p):
+        if not any(is_alike(state, each) for each in ({}, correction, moments, whole)) and not is_plain(without, p):
             raise CheckpointError(
                 f"the states of {name_in(optimizer, p)}: {described(state)} in the file, {described(whole)} here;"
                 f" resume with the bits of the file, {_bits(states)}; convert it by {CONVERT}, which any bits resume;"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_solo.memory.sharded_tensors import local
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.memory_order import in_memory_order
 from lightning_solo.optim.split_weights import CORRECTIONS
@@ -21,12 +22,15 @@ Layout = Mapping[str, tuple[int, torch.dtype]]
 
 
 def state_layout(p: Tensor, master_bits: int | str, moment_bits: int) -> dict[str, tuple[int, torch.dtype]]:
-    """Return (elements, dtype) of each tensor of a parameter's state, without its step count."""
-    n = p.numel()
+    """Return (elements, dtype) of each tensor of a parameter's state, without its step count.
+
+    The state is of this process's shard; the elements of the whole parameter decide whether it is compressed.
+    """
+    n = local(p).numel()
     layout = {}
     if p.dtype == torch.bfloat16 and not isinstance(master_bits, str):
         layout["correction"] = (n, CORRECTIONS[master_bits])
-    if moment_bits == 32 or n < moments.LEAST:
+    if moment_bits == 32 or p.numel() < moments.LEAST:
         return {**layout, "exp_avg": (n, torch.float32), "exp_avg_sq": (n, torch.float32)}
     codes, scales = -(-n * moment_bits // 8), (moments.blocks(n), torch.float32)
     return {
@@ -67,7 +71,8 @@ def is_alike(saved: Mapping[str, Any], layout: Layout) -> bool:
 def is_plain(saved: Mapping[str, Any], p: Tensor) -> bool:
     """Return whether a state is one of torch's AdamW or Adam."""
     return set(saved) == {"step", "exp_avg", "exp_avg_sq"} and all(
-        saved[name].shape == p.shape and saved[name].is_floating_point() for name in ("exp_avg", "exp_avg_sq")
+        local(saved[name]).shape == local(p).shape and saved[name].is_floating_point()
+        for name in ("exp_avg", "exp_avg_sq")
     )
 
 
@@ -75,7 +80,7 @@ def compress(state: Mapping[str, Tensor], p: Tensor, saved: Mapping[str, Tensor]
     """Fill a parameter's state from one of torch's AdamW or Adam."""
     state["step"].fill_(float(saved["step"]))
     for name, quantize, which in (("exp_avg", moments.quantize_first, 0), ("exp_avg_sq", moments.quantize_second, 1)):
-        flat = in_memory_order(saved[name].to(p.device, torch.float32), p)
+        flat = in_memory_order(local(saved[name]).to(p.device, torch.float32), p)
         if f"{name}_scale" not in state:
             state[name].copy_(flat)
             continue
@@ -98,7 +103,7 @@ def plain(p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             width = moments.BLOCK * bits // 8
             rows = pad(flat, (0, -flat.numel() % width)).view(-1, width)
             book = moments.codebooks(p.device)[which] if bits == 4 else None
-            flat = dequantize(rows, state[f"{name}_scale"].to(p.device), book).view(-1)[: p.numel()]
+            flat = dequantize(rows, state[f"{name}_scale"].to(p.device), book).view(-1)[: local(p).numel()]
         plain_state[name] = torch.empty_like(p, dtype=torch.float32, requires_grad=False)
         in_memory_order(plain_state[name]).copy_(flat)
     return plain_state

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_solo.memory.sharded_tensors import gathered
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 
@@ -50,6 +51,21 @@ def masters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> dict[str, 
     }
     named = module.named_parameters()
     return {name: partial(held[p].master_weight, p) for name, p in named if p in held}
+
+
+def with_sharded_masters(
+    weights: Mapping[str, Any], module: nn.Module, optimizers: Iterable[Optimizer]
+) -> dict[str, Any]:
+    """Return `with_masters` of gathered weights, which only one process has; all processes must call it."""
+    masters, names = masters_of(module, optimizers), dict[Tensor, list[str]]()
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names.setdefault(p, []).append(name)
+    result = dict(weights)
+    for each in names.values():
+        if each[0] in masters:
+            master = gathered(masters[each[0]](), keep=bool(weights))
+            result.update({name: master for name in each if name in weights})
+    return result
 
 
 def place(tensor: Tensor) -> Any:

@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 
 from lightning_solo.errors import PresetError, listed
+from lightning_solo.memory.sharded_tensors import local, span
 from lightning_solo.optim import compressed_moments as moments
 from lightning_solo.optim.adamw_state_dict import loadable_states, loaded_state, plain_state_dict
 from lightning_solo.optim.adamw_states import bytes_of, correction_of, new_state, state_layout
 from lightning_solo.optim.adamw_update import Hyperparameters
 from lightning_solo.optim.back_end_facts import parse_state_budget
+from lightning_solo.optim.compressed_moments import BLOCK
 from lightning_solo.optim.device_steps import DeviceSteps, launches
 from lightning_solo.optim.gradient_checks import first_not_finite, require_dense
 from lightning_solo.optim.kernels import Control, Kernels, Piece, Scalars
@@ -77,6 +79,7 @@ class CompactAdamW(SplitOptimizer):
     (torch.bfloat16, 5.07)
     """
 
+    flat_states = ("correction", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale")
     _KEPT = (*SplitOptimizer._KEPT, "moment_bits", "fused", "state_budget", "_layout", "_placement")
     _device_steps: DeviceSteps | None = None
 
@@ -130,7 +133,7 @@ class CompactAdamW(SplitOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        pairs = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        pairs = [(p, local(p.grad)) for group in self.param_groups for p in group["params"] if p.grad is not None]
         require_dense(self, pairs)
         full = [grad for _, grad in pairs if grad.numel()]
         if not full:
@@ -171,6 +174,9 @@ class CompactAdamW(SplitOptimizer):
                     continue
                 piece, on_host = self._piece(p, grad, scalars)
                 counted.append(p)
+                if not piece.numel:  # a process without a part of a sharded parameter
+                    counted.pop()
+                    continue
                 if on_host and not self.kernels.reads_host(piece):
                     self._steps.step_staged(piece, on_host, control, self.staging)
                     counted.pop()
@@ -195,11 +201,12 @@ class CompactAdamW(SplitOptimizer):
         if key not in scalars:
             scalars[key] = Hyperparameters.of_group(self.param_groups[key[0]]).scalars(step)
         weight = p.detach()
-        flat_grad = grad.contiguous() if grad.dim() == 1 else in_memory_order(grad, weight)
+        flat_grad = local(grad).contiguous() if grad.dim() == 1 else in_memory_order(grad, weight)
         tensors = {"weight": in_memory_order(weight), "grad": flat_grad}
         tensors |= {name: value for name, value in state.items() if name != "step"}
         on_host = [*self.host_states.get(p, ()), *(["grad"] if self._is_away(grad, p) else [])]
-        return Piece(tensors, scalars[key].seeded(step, number), index=number), on_host
+        first_row = span(p)[0] // BLOCK
+        return Piece(tensors, scalars[key].seeded(step, number), first_row, number), on_host
 
     @staticmethod
     def _is_away(gradient: Tensor, parameter: Tensor) -> bool:
@@ -298,6 +305,11 @@ class CompactAdamW(SplitOptimizer):
         """Bytes of the placed states on the host."""
         return self._placement.host_bytes
 
+    def replace_parameters(self, new: Mapping[Tensor, Tensor]) -> None:
+        """Know parameters that were replaced in the groups; all states are then on their device."""
+        super().replace_parameters(new)
+        self._placement, self._device_steps = StatePlacement(self._layout, None), None
+
     @property
     def state_bytes(self) -> int:
         """Bytes of all states, on device and host; frozen parameters have none."""
@@ -312,11 +324,11 @@ class CompactAdamW(SplitOptimizer):
         """Name -> bytes of the moments of small parameters, which stay in fp32."""
         if self.moment_bits == 32:
             return {}
-        return {name_in(self, p): 8 * p.numel() for p in self._trained if p.numel() < moments.LEAST}
+        return {name_in(self, p): 8 * local(p).numel() for p in self._trained if p.numel() < moments.LEAST}
 
     def summary(self) -> str:
         """Describe in one line the bytes of the states, where they are stored, and the uncompressed parameters."""
-        small, count = self.uncompressed, sum(p.numel() for p in self._trained)
+        small, count = self.uncompressed, sum(local(p).numel() for p in self._trained)
         each = self.state_bytes / max(1, count)
         words = f"{each:.2f} bytes per parameter: {self._placement.summary(self.state_bytes)}"
         if not small:

@@ -43,7 +43,7 @@ _NUMBERS = ("scale", "shrink", "pull", "first", "keep", "second", "correction2",
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in ("numel", "threads")),
+        *((name, ctypes.c_int64) for name in ("numel", "threads", "first_row")),
         *((name, ctypes.c_uint64) for name in ("seed", "seed_of_weights")),
         *((name, ctypes.c_float) for name in _NUMBERS),
     )
@@ -107,7 +107,7 @@ def _step(function: Callable[..., None], piece: Piece, control: Control) -> None
     numbers = {**piece.scalars._asdict(), "scale": control.scale_on_host, "bound": control.bound}
     step = _Step(
         *(tensors[name].data_ptr() if name in tensors else None for name in _POINTERS),
-        *(weight.numel(), torch.get_num_threads(), numbers["seed"], numbers["seed_of_weights"]),
+        *(weight.numel(), torch.get_num_threads(), piece.first_row, numbers["seed"], numbers["seed_of_weights"]),
         *(numbers[name] for name in _NUMBERS),
     )
     function(step, master, grad.dtype == torch.float32)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import GradientError, RefusedStepError
+from lightning_solo.memory.sharded_tensors import local
 from lightning_solo.optim.operator_kernels import all_finite, real_parts
 from lightning_solo.optim.param_groups import name_in
 
@@ -37,7 +38,7 @@ def require_finite(
     """
     pairs = list(gradients)
     require_dense(optimizer, pairs)
-    full = [g for _, g in pairs if g.numel()] + ([] if losses is None else [losses])
+    full = [local(g) for _, g in pairs if local(g).numel()] + ([] if losses is None else [losses])
     if full and not bool(all_finite(full)):
         raise first_not_finite(optimizer, pairs)
 
@@ -45,7 +46,7 @@ def require_finite(
 def first_not_finite(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> RefusedStepError:
     """Return the error that names the first parameter whose gradient isn't finite; without one it was a loss."""
     for p, gradient in gradients:
-        if not bool(gradient.isfinite().all()):
+        if not bool(local(gradient).isfinite().all()):
             return not_finite(optimizer, p)
     return RefusedStepError("a loss is not finite; no weight has been touched")
 

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_solo.errors import GradientError, PresetError, RefusedStepError
+from lightning_solo.memory.sharded_tensors import local
 from lightning_solo.optim import kernels
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.gradient_checks import not_finite, require_dense
@@ -46,7 +47,8 @@ from lightning_solo.optim.window_gradients import saved_window
 BUFFERS = ("device", "host")
 _TOO_LARGE = "the norm of all gradients is too large for fp32; no weight has been touched"
 Observer = Callable[[Sequence[Tensor], Tensor, Tensor], None]
-"""Receives parameters, and the norms of their gradients before and after clipping, in fp32, a number for each."""
+"""Receives parameters, and the norms of their gradients before and after clipping, in fp32, a number for each; of
+sharded ones the norms of this process's shards."""
 
 
 class StepInBackward:
@@ -252,7 +254,8 @@ class StepInBackward:
         else:
             if self.observe is not None:
                 with torch.no_grad():
-                    before, after = (norm(gradient, bound).float().view(1) for bound in (math.inf, self._bound))
+                    shard = local(gradient)
+                    before, after = (norm(shard, bound).float().view(1) for bound in (math.inf, self._bound))
                     scale = self._immediate.scale
                     self.observe([parameter], before, after if scale is None else after * scale)
             self._immediate.step(parameter, gradient, self._bound)

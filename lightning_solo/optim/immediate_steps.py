@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_solo.memory.sharded_tensors import local
 from lightning_solo.optim import kernels
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.gradient_checks import not_finite
@@ -114,7 +115,7 @@ class ImmediateSteps:
 
     def _check(self, pairs: Pairs) -> None:
         """Refuse gradients that aren't finite on a CPU; record the largest magnitude of others, without waiting."""
-        full = [(p, gradient) for p, gradient in pairs if gradient.numel()]
+        full = [(p, local(gradient)) for p, gradient in pairs if local(gradient).numel()]
         on_device = [pair for pair in full if pair[1].is_cuda]
         for (p, _), largest in zip(on_device, greatest([gradient for _, gradient in on_device]), strict=True):
             self._stepped[p] = largest.float()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_solo.errors import CheckpointError, ConflictError
+from lightning_solo.memory.sharded_tensors import local, span
 from lightning_solo.optim import memory_order
 from lightning_solo.optim.adamw_state_dict import WEIGHTS_ALONE
 from lightning_solo.optim.adamw_update import CHUNK
@@ -145,9 +146,10 @@ class MasterWeights(SplitOptimizer):
         # detached, not .data: a backward that still needs the weight then knows that it has changed
         weight, flat = in_memory_order(p.detach()), in_memory_order(master, p.detach())
         seed = seed_of(state["updates"], self._numbers[p], purpose=1)
-        for part in memory_order.chunks(p.numel(), CHUNK.get(p.device.type, CHUNK["cuda"])):  # each of whole blocks
+        first_row = span(p)[0] // BLOCK
+        for part in memory_order.chunks(flat.numel(), CHUNK.get(p.device.type, CHUNK["cuda"])):  # each of whole blocks
             size = flat[part].numel()
-            random = uniform(blocks(size), BLOCK, part.start // BLOCK, seed, p.device)
+            random = uniform(blocks(size), BLOCK, first_row + part.start // BLOCK, seed, p.device)
             weight[part].copy_(round_stochastically(flat[part], random.view(-1)[:size]))
 
     # --- states ---
@@ -156,7 +158,7 @@ class MasterWeights(SplitOptimizer):
         state: dict[str, Any] = self.state[p]
         kind = self._correction_type(p)
         if kind is not None and "correction" not in state:
-            state["correction"] = torch.zeros(p.numel(), dtype=kind, device=p.device)
+            state["correction"] = torch.zeros(local(p).numel(), dtype=kind, device=p.device)
         return state
 
     @torch.no_grad()
@@ -169,12 +171,12 @@ class MasterWeights(SplitOptimizer):
     def state_bytes(self) -> int:
         """Bytes of the corrections and of the optimizer's own states, without step counts."""
         kinds = ((p, self._correction_type(p)) for p in self._numbers)
-        return state_bytes(self) + sum(p.numel() * kind.itemsize for p, kind in kinds if kind is not None)
+        return state_bytes(self) + sum(local(p).numel() * kind.itemsize for p, kind in kinds if kind is not None)
 
     def summary(self) -> str:
         """Describe in one line the bytes of the corrections and the optimizer's own states."""
         states, kind, total = state_bytes(self), type(self._inner).__name__, self.state_bytes
-        each = total / max(1, self.numel)
+        each = total / max(1, sum(local(p).numel() for p in self._numbers))
         of_them = f"{kind}'s own, in fp32, {format_bytes(states)}" if states else f"{kind} keeps none"
         return f"{each:.2f} bytes per parameter: {format_bytes(total)} on the device; {of_them}"
 
@@ -210,7 +212,10 @@ class MasterWeights(SplitOptimizer):
                 state[name] = value.clone() if name in stays else value.to(p.device, copy=True)
         kept = {} if "correction" in state else {n: v for n, v in self.state.get(p, {}).items() if n == "correction"}
         correction = state.get("correction")
-        if correction is not None and (correction.numel(), correction.dtype) != (p.numel(), self._correction_type(p)):
+        if correction is not None and (correction.numel(), correction.dtype) != (
+            local(p).numel(),
+            self._correction_type(p),
+        ):
             raise CheckpointError(
                 f"the states of {name_in(self, p)}: a correction of {correction.numel()} numbers of"
                 f" {correction.itemsize} bytes in the file; resume with the {SETTINGS}.master_bits of the run that"

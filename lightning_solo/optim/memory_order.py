@@ -8,6 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from lightning_solo.memory.sharded_tensors import local
+
 Thing = TypeVar("Thing")
 
 
@@ -50,13 +52,14 @@ def buckets(things: Iterable[Thing], most: int, numel: Callable[[Thing], int]) -
 
 
 def in_memory_order(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a flat view of a dense tensor, in the order of its memory.
+    """Return a flat view of a dense tensor, or of this process's shard of it, in the order of its memory.
 
     Args:
         tensor: the tensor.
         like: the tensor whose order is used; a tensor of another order is copied into it.
     """
-    like = tensor if like is None else like
+    tensor = local(tensor)
+    like = tensor if like is None else local(like)
     if tensor.stride() != like.stride():
         tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))

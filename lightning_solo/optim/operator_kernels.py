@@ -150,7 +150,7 @@ class CpuKernels(OperatorKernels):
         kernel(piece, control)
 
     def _kernel(self, piece: Piece) -> cpu_kernel.Kernel | None:
-        if self._fused is False or piece.first_row or not cpu_kernel.serves(piece):
+        if self._fused is False or not cpu_kernel.serves(piece):
             return None
         return cpu_kernel.kernel()
 

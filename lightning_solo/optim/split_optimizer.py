@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import PresetError
+from lightning_solo.memory.sharded_tensors import is_sharded, local
 from lightning_solo.optim.memory_order import is_dense
 from lightning_solo.optim.param_groups import name_in, names_of
 from lightning_solo.optim.split_weights import (
@@ -37,6 +38,8 @@ class SplitOptimizer(Optimizer):
     losses: Tensor | None = None
     weights_aside: Mapping[Tensor, tuple[Tensor, int]] = MappingProxyType({})
 
+    flat_states: ClassVar[tuple[str, ...]] = ("correction",)
+    """Names of states that are flat; of sharded parameters those of this process's shard."""
     _KEPT: ClassVar[tuple[str, ...]] = ("master_bits", "_numbers", "_corrections", "_splits")
     """Attributes that a copy has besides those of torch's optimizers."""
     _group_sizes: tuple[int, ...] = ()  # for which `_group_numbers` was computed
@@ -67,6 +70,11 @@ class SplitOptimizer(Optimizer):
                 " for its tensor x"
             )
         self._numbers[p] = len(self._numbers)
+        if self._splits and is_sharded(p):
+            raise PresetError(
+                f"{type(self).__name__}: {name} is sharded, and can't become bf16 any more; write master_bits=32, or"
+                " torch.optim.AdamW with +callback=compact_states, which splits weights before they are sharded"
+            )
         if self._splits:
             self._corrections |= split_parameters([p], self.master_bits)
         if p in self._corrections:
@@ -127,10 +135,15 @@ class SplitOptimizer(Optimizer):
         Raises:
             PresetError: it is of other bits or another size.
         """
-        if (correction.numel(), correction.dtype) != (parameter.numel(), self._correction_type(parameter)):
+        if (correction.numel(), correction.dtype) != (local(parameter).numel(), self._correction_type(parameter)):
             raise PresetError(
                 f"{type(self).__name__}: the correction of {name_in(self, parameter)} has {correction.numel()} numbers"
                 f" of {correction.itemsize} bytes; write"
                 f" corrections=split_parameters(parameters, {self.master_bits!r})"
             )
         self.state[parameter]["correction"] = correction
+
+    def replace_parameters(self, new: Mapping[Tensor, Tensor]) -> None:
+        """Know parameters that were replaced in the groups; their states are the caller's."""
+        self._numbers = {new.get(p, p): number for p, number in self._numbers.items()}
+        self._group_sizes = ()

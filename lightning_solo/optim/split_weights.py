@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from lightning_solo.memory.sharded_tensors import local, part_of
 from lightning_solo.optim import memory_order
 from lightning_solo.optim.memory_order import in_memory_order
 
@@ -97,7 +98,7 @@ def split_parameters(parameters: Iterable[Tensor], master_bits: int | str) -> di
         if isinstance(master_bits, str):
             weight.copy_(p.detach())
         else:
-            corrections[p] = torch.empty(p.numel(), dtype=CORRECTIONS[master_bits], device=p.device)
+            corrections[p] = torch.empty(local(p).numel(), dtype=CORRECTIONS[master_bits], device=p.device)
             split_again(weight, p.detach(), corrections[p])
         p.data = weight
     return corrections
@@ -121,8 +122,9 @@ def joined(p: Tensor, correction: Tensor | None) -> Tensor:
 
 
 def split_again(p: Tensor, master: Tensor, correction: Tensor) -> None:
-    """Set a bf16 parameter and its correction from an fp32 master weight of its shape."""
-    flat, weight = in_memory_order(master.to(p.device), p.detach()), in_memory_order(p.detach())
+    """Set a bf16 parameter and its correction from an fp32 master weight of its shape, or a shard's from the whole."""
+    master = part_of(master, p).to(p.device)
+    flat, weight = in_memory_order(master, p.detach()), in_memory_order(p.detach())
     for part in memory_order.chunks(flat.numel(), CHUNK.get(p.device.type, CHUNK["cuda"])):
         upper, lower = split(flat[part], bits_of(correction))
         weight[part].copy_(upper)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import CheckpointError, ConflictError
+from lightning_solo.memory.sharded_tensors import local
 from lightning_solo.optim.adamw_state_dict import WEIGHTS_ALONE, is_compact
 from lightning_solo.optim.lion import Lion
 
@@ -50,7 +51,7 @@ SERVED = tuple(getattr(torch.optim, name, Lion) for name in ONE_BY_ONE)
 def state_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of fp32 states of a torch optimizer or a `MasterWeights`, without step counts."""
     kind = type(getattr(optimizer, "_inner", optimizer)).__name__
-    return 4 * sum(_STATE_NUMBERS[kind](group, p) for group in optimizer.param_groups for p in group["params"])
+    return 4 * sum(_STATE_NUMBERS[kind](group, local(p)) for group in optimizer.param_groups for p in group["params"])
 
 
 _ADAM = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}

@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 from lightning_solo.attributes import replaced
 from lightning_solo.cards.released_gradients import scaled_gradients
 from lightning_solo.errors import ConflictError
+from lightning_solo.memory.sharded_tensors import is_sharded
 from lightning_solo.optim.gradient_release import StepInBackward
+from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.seams import patches
 from lightning_solo.seams.homes import part
 from lightning_solo.seams.hooks import gradient_names, uses_gradients
@@ -88,7 +90,7 @@ class ReleasedGradients(Technique):
         """Release the optimizer's gradients; under manual optimization keep them, and log their bytes.
 
         Raises:
-            ConflictError: an optimizer whose step needs all gradients at once.
+            ConflictError: an optimizer whose step needs all gradients at once; or sharded gradients would be kept.
         """
         if not ctx.module.automatic_optimization:  # two backward calls may come before a step
             kept = format_bytes(sum(p.nbytes for p in ctx.module.parameters() if p.requires_grad))
@@ -121,6 +123,13 @@ class ReleasedGradients(Technique):
         if value and not release.immediate and not by_hand and keeper.measures(ctx, release):
             release.measures, release.max_norm = True, float(value)
         ctx.undo.callback(self._stop)
+        if not release.immediate and any(map(is_sharded, parameters_of(optimizer))):
+            clips = f"gradient_clip_val={value}" if value else "configure_gradient_clipping"
+            what = f"accumulate_grad_batches={ctx.window.factor}" if ctx.window.accumulates else clips
+            raise ConflictError(
+                f"{self.option}, {what} and sharded weights: a process has a shard of each gradient to keep until the"
+                f" step, and knows no norm of all; write ~{self.option}, or leave out {what.partition('=')[0]}"
+            )
         if release.buffer == "host" and not release.immediate:
             release.allocate()
         ctx.release, ctx.window.gradients_stay = release, False

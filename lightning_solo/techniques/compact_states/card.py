@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lightning_solo.cards.budget import budget_setting
 from lightning_solo.cards.card import Card, Requirement, Rung
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.cards.engines import answers
+from lightning_solo.cards.engines import ROUNDING, answers
 from lightning_solo.cards.footprint import Footprint, Request
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
@@ -15,6 +15,10 @@ from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import ConflictError, PlanError
 from lightning_solo.optim.back_end_facts import BACK_ENDS, SETTINGS, parse_state_budget
 
+MIXED_SHARDS = (
+    "under bf16-mixed vectors stay in fp32 beside matrices in bf16, and FSDP2 gathers weights of one type; write"
+    " precision=bf16-true"
+)
 SCALE_BYTES = 4 / 128  # per element of a moment in 8 bits: an fp32 scale for each block of 128
 
 
@@ -131,6 +135,28 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, *assumptions))
 
 
+def _under_ddp(settings: Settings, configuration: Configuration) -> str:
+    """Return why another library's optimizer is refused: its random numbers are the process's, not the step's."""
+    if settings.back_end != "own":
+        return (
+            "another library's optimizer draws random numbers in each process, whose weights then differ; write"
+            f" {SETTINGS}.back_end=own"
+        )
+    return ROUNDING
+
+
+def _under_fsdp(settings: Settings, configuration: Configuration) -> str:
+    """Return why settings don't work on shards."""
+    strategy = next((chosen.settings for chosen in configuration.techniques if chosen.card.engine == "fsdp"), None)
+    if settings.back_end != "own":
+        return f"another library's optimizer doesn't know shards; write {SETTINGS}.back_end=own"
+    if getattr(strategy, "checkpoint", "file") == "folder":
+        return "its states can't be saved as a folder of shards; write strategy.checkpoint=file"
+    if configuration.precision == "bf16-mixed":
+        return MIXED_SHARDS
+    return ROUNDING
+
+
 _WITHOUT_CUDA = " or ".join(name for name, known in BACK_ENDS.items() if not known.needs_cuda)
 
 
@@ -162,8 +188,8 @@ CARD = Card(
     planned="lightning_solo.techniques.compact_states.card:planned",
     footprint="lightning_solo.techniques.compact_states.card:footprint",
     engines=answers(
-        ddp="it wasn't compared with one process",
-        fsdp="it wasn't compared on sharded weights",
+        ddp=_under_ddp,
+        fsdp=_under_fsdp,
         zero3="the engine stores the optimizer's states in its own way",
     ),
 )

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_solo.memory.sharded_tensors import is_sharded
 from lightning_solo.optim.adamw_state_dict import marked
-from lightning_solo.optim.checkpoint_masters import RECORD, masters_of, record, with_masters
+from lightning_solo.optim.checkpoint_masters import RECORD, masters_of, record, with_masters, with_sharded_masters
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.seams import patches
@@ -54,6 +55,8 @@ class CompactCheckpoint(Checkpoint):
     def saved_weights(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return the bf16 weights, or fp32 master weights of optimizers whose states are plain, or of all."""
         optimizers = [each for each in self._ctx.strategy.optimizers if not self._has_corrections(each)]
+        if any(map(is_sharded, self._ctx.module.parameters())):
+            return with_sharded_masters(weights, self._ctx.module, optimizers)
         return with_masters(weights, masters_of(self._ctx.module, optimizers))
 
     def saved_states(self, optimizer: Optimizer, states: dict[str, Any]) -> dict[str, Any]:

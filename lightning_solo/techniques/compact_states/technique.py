@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError, listed
+from lightning_solo.memory.sharded_tensors import local
 from lightning_solo.nn.rollback import Unchanged
 from lightning_solo.nn.spectral_norms import spectral_norms
 from lightning_solo.optim import back_ends
@@ -21,9 +22,10 @@ from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.split_weights import STOCHASTIC
 from lightning_solo.seams import patches
+from lightning_solo.seams.engines import engine_of
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
-from lightning_solo.techniques.compact_states.card import CARD, Settings
+from lightning_solo.techniques.compact_states.card import CARD, MIXED_SHARDS, Settings
 from lightning_solo.techniques.compact_states.checkpoints import WITH_MASTERS, CompactCheckpoint
 from lightning_solo.techniques.compact_states.states import convert, host_has_room, require_room
 from lightning_solo.techniques.compact_states.weights import WeightSplit
@@ -96,6 +98,8 @@ class CompactStates(Technique, Settings):
         precision = ctx.precision
         if message := self.precision_refusal(precision):
             raise ConflictError(message)
+        if precision == "bf16-mixed" and engine_of(ctx.strategy) == "fsdp":
+            raise ConflictError(f"callback.compact_states and strategy=fsdp: {MIXED_SHARDS}")
         ctx.undo.callback(self._join, ctx)
         self._normed = {p for layer in spectral_norms(ctx.module).values() for p in layer.parameters()}
         ctx.undo.callback(self._normed.clear)
@@ -112,6 +116,7 @@ class CompactStates(Technique, Settings):
         if ctx.is_set_up:
             self._weights.settle()
         else:
+            self._weights.follow(ctx.module)
             self._weights.join(ctx.strategy.optimizers)
 
     # --- states ---
@@ -144,6 +149,7 @@ class CompactStates(Technique, Settings):
             BudgetError: the device has less memory than the states need; before they are allocated.
             ConflictError: an optimizer isn't supported; the message says what to write.
         """
+        self._weights.follow(ctx.module)
         corrections = self._weights.corrections
         require_room(optimizers, self, corrections, ctx.module, ctx.device)
 
@@ -157,7 +163,7 @@ class CompactStates(Technique, Settings):
             vars(optimizer)["parameter_names"] = {p: name for name, p in ctx.module.named_parameters()}
         corrections.clear()
         self._settles = self._will_settle(compact)
-        parameters = list(ctx.module.parameters())
+        parameters = [*map(local, ctx.module.parameters())]
         weights, count = sum(p.nbytes for p in parameters), max(1, sum(p.numel() for p in parameters))
         ctx.info(
             f"compact_states: weights, {weights / count:.2f} bytes per parameter: {format_bytes(weights)} on the device"

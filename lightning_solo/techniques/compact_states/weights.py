@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_solo.memory.sharded_tensors import span
 from lightning_solo.optim.building import Building
 from lightning_solo.optim.split_weights import join_parameters, split_parameters
 
@@ -25,6 +26,7 @@ class WeightSplit:
         self.corrections: dict[Tensor, Tensor] = {}
         self._building: Building | None = None
         self._parts: set[Tensor] = set()
+        self._names: dict[str, Tensor] = {}
 
     @contextmanager
     def building(self, bits: int, splits: Callable[[Tensor], bool], on: torch.device | None) -> Iterator[None]:
@@ -57,6 +59,19 @@ class WeightSplit:
         if not isinstance(bits, str):
             self.corrections |= built
         self._parts = {*built, *whole}
+        self._names = {name: p for name, p in module.named_parameters() if p in self._parts}
+
+    def follow(self, module: nn.Module) -> None:
+        """Know the parameters of a module that was sharded since, with the corrections of this process's shards."""
+        for name, p in module.named_parameters():
+            whole = self._names.get(name)
+            if whole is None or whole is p:
+                continue
+            self._names[name] = p
+            self._parts = self._parts - {whole} | {p}
+            if whole in self.corrections:
+                first, count = span(p)
+                self.corrections[p] = self.corrections.pop(whole)[first : first + count].clone()
 
     def _take_built(self, *, to_bf16: bool) -> dict[Tensor, Tensor]:
         building, self._building = self._building, None
@@ -69,7 +84,7 @@ class WeightSplit:
 
     def settle(self) -> None:
         """Drop the corrections once the optimizers have them, or if they aren't needed."""
-        self.corrections, self._parts = {}, set()
+        self.corrections, self._parts, self._names = {}, set(), {}
 
     def join(self, optimizers: Iterable[Optimizer]) -> None:
         """Make weights fp32 again after a failed set-up, on the host, since the device may lack the memory."""

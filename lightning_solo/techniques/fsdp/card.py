@@ -22,6 +22,11 @@ class Settings(TechniqueSettings):
         check=names_or("auto", "class names", "blocks=[Block]"),
     )
     reshard_after_forward: bool = setting(True, "free a block's gathered weights after forward, and gather them again")
+    find_unused_parameters: bool = setting(
+        False,
+        "processes may use different parameters in a step, as experts that no token of one takes; those that none uses"
+        " get a gradient of zeros",
+    )
     checkpoint: str = setting(
         "file",
         "file: one file that any run reads, written by the first process; folder: each process writes its shards",

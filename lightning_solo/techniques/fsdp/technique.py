@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_solo.cards.settings import TechniqueSettings
 from lightning_solo.errors import ConflictError, NothingToDoError
+from lightning_solo.memory.sharded_tensors import gathered
 from lightning_solo.nn.blocks import named_blocks
-from lightning_solo.nn.sharding import gathered, load_states, load_weights, require_sharded, restore_optimizer, shard
+from lightning_solo.nn.sharding import load_weights, require_sharded, shard
+from lightning_solo.optim.sharded_states import gathered_states, load_states, restore_optimizer
 from lightning_solo.seams import patches
 from lightning_solo.seams.engines import SeveralDevices
 from lightning_solo.techniques.fsdp.card import Settings
@@ -95,6 +97,7 @@ class ShardedStrategy(Base, Settings):
             blocks.values(),
             forward_methods=[name for name in STEPS if callable(getattr(module, name, None))],
             reshard_after_forward=self.reshard_after_forward,
+            find_unused_parameters=self.find_unused_parameters,
         )
         with patches.configures_its_model(module):
             super().setup(trainer)
@@ -129,9 +132,7 @@ class ShardedStrategy(Base, Settings):
         """Return the states of an optimizer: whole ones in the first process, or each process's shards."""
         if self.checkpoint == "folder":
             return super().optimizer_state(optimizer)
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        states: dict[str, Any] = gathered(optimizer.state_dict(), self.is_global_zero)
-        return states
+        return gathered_states(getattr(optimizer, "_optimizer", optimizer), self.is_global_zero)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint: one file of any strategy, or a folder of shards; ``weights_only`` is True by default."""

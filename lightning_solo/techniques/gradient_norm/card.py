@@ -58,7 +58,5 @@ CARD = Card(
     exact=True,
     rules=(_engine,),
     planned="left out",
-    engines=answers(
-        ddp=EXACT, fsdp="each process has a shard of each gradient", zero3="the engine keeps the gradients"
-    ),
+    engines=answers(ddp=EXACT, fsdp=EXACT, zero3="the engine keeps the gradients"),
 )

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_solo.errors import NothingToDoError, listed
 from lightning_solo.memory.category_peaks import is_compiled
+from lightning_solo.memory.sharded_tensors import is_sharded, local
 from lightning_solo.nn.blocks import repeated_blocks
 from lightning_solo.optim.operator_kernels import norm
 
@@ -39,10 +40,20 @@ def block_names(module: nn.Module) -> dict[Tensor, str]:
 
 
 def norms_of(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Return parameter -> norm of its gradient in fp32, if it has one; doesn't wait for the device."""
+    """Return parameter -> norm of its gradient or a shard's, in fp32, if it has one; doesn't wait for the device."""
     gradients = {p: p.grad for p in parameters if p.grad is not None}
     values = {p: grad.coalesce().values() if grad.is_sparse else grad for p, grad in gradients.items()}
-    return {p: norm(value).float() for p, value in values.items()}
+    return {p: norm(local(value)).float() for p, value in values.items()}
+
+
+def norms_of_shards(norms: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+    """Return the norms of whole gradients from those of shards; all processes must call it."""
+    sharded: list[Any] = [p for p in norms if is_sharded(p)]
+    if not sharded:
+        return dict(norms)
+    squares = torch.stack([norms[p] for p in sharded]).square()
+    torch.distributed.all_reduce(squares, group=sharded[0].device_mesh.get_group())
+    return {**norms, **dict(zip(sharded, squares.sqrt().unbind(), strict=True))}
 
 
 def norms_by_block(norms: Mapping[Tensor, Tensor], names: Mapping[Tensor, str]) -> dict[str, Tensor]:

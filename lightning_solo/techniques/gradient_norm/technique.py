@@ -20,6 +20,7 @@ from lightning_solo.techniques.gradient_norm.scales import (
     block_names,
     norms_by_block,
     norms_of,
+    norms_of_shards,
     on_host,
     outside,
 )
@@ -121,6 +122,7 @@ class GradientNorm(Technique, Settings):
         self._after |= dict(zip(parameters, after.unbind(), strict=True))
 
     def _log(self, trainer: Any) -> None:
+        self._before, self._after = norms_of_shards(self._before), norms_of_shards(self._after)
         blocks = norms_by_block(self._before, self._names)
         before = {**self._totals(trainer, self._before), **blocks}
         after = {**self._totals(trainer, self._after), **norms_by_block(self._after, self._names)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.cards.engines import answers
+from lightning_solo.cards.engines import EXACT, answers
 from lightning_solo.cards.footprint import Footprint, Request, without_gradients
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.released_gradients import scaled_gradients
@@ -28,6 +28,19 @@ class Settings(TechniqueSettings):
 
 def _scaled_gradients(settings: Settings, configuration: Configuration) -> str | None:
     return scaled_gradients(OPTION, configuration.precision)
+
+
+def _under_fsdp(settings: Settings, configuration: Configuration) -> str:
+    """Return why gradients can't be kept until the end of a window; without one they are released."""
+    owners = [
+        chosen for chosen in configuration.techniques if chosen.owned() & {"accumulation_factor", "micro_batches"}
+    ]
+    batches = configuration.accumulate_grad_batches or 1
+    for what, remedy in [(each.choice, each.removal) for each in owners] + (
+        [(f"accumulate_grad_batches={batches}", "accumulate_grad_batches=1")] if batches > 1 else []
+    ):
+        return f"{what} would keep a process's shards of gradients until the step; write {remedy}"
+    return EXACT
 
 
 def footprint(settings: Settings, request: Request, before: Footprint) -> Footprint:
@@ -56,7 +69,7 @@ CARD = Card(
     footprint="lightning_solo.techniques.gradient_release.card:footprint",
     engines=answers(
         ddp="it steps before gradients are averaged over processes, which then have different weights",
-        fsdp="it wasn't compared on sharded weights",
+        fsdp=_under_fsdp,
         zero3="the engine keeps the gradients",
     ),
 )

@@ -79,7 +79,7 @@ CARD = Card(
     planned="lightning_solo.techniques.inplace.card:planned",
     engines=answers(
         ddp=EXACT,
-        fsdp="it looks for readers of a tensor among all objects, and fails at the device mesh of FSDP2",
+        fsdp="it compares gradients that it asks autograd for, which reach the gathered weights and not their shards",
         zero3="the engine takes the gradients that are compared",
     ),
 )

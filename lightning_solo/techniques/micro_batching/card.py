@@ -86,10 +86,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     )
 
 
-NOT_COMPARED = "parts of a batch weren't compared on sharded weights"
-
-
-def _under_ddp(settings: Settings, configuration: Configuration) -> str:
+def _under_engines(settings: Settings, configuration: Configuration) -> str:
     """Return what several processes make of micro-batches, of which each must run as many."""
     if settings.micro_batch == "auto":
         return (
@@ -127,5 +124,7 @@ CARD = Card(
     },
     solved="micro_batch",
     planned="lightning_solo.techniques.micro_batching.card:planned",
-    engines=answers(ddp=_under_ddp, fsdp=NOT_COMPARED, zero3=NOT_COMPARED),
+    engines=answers(
+        ddp=_under_engines, fsdp=_under_engines, zero3="parts of a batch weren't compared on its partitioned gradients"
+    ),
 )

@@ -1,0 +1,36 @@
+"""Modules of many kinds train under `fsdp` by name as one process does, or are refused with the reason."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.modules import BUILDERS, fit
+from tests.engines.processes import run
+from tests.messages import mentions
+
+TOLERANCE = 1e-5
+REFUSED = {
+    "adversarial": mentions("Adversarial.automatic_optimization=False", "ddp or zero3"),
+    "scalar": mentions("FSDP2 and net.scale", "torch.tensor([0.5])", "preset ddp"),
+}
+
+
+@pytest.mark.long
+def test_each_module_trains_under_fsdp_as_in_one_process(tmp_path: Path) -> None:
+    results = run("modules:under", tmp_path, "fsdp")
+    assert results.keys() == BUILDERS.keys()
+    for name, message in REFUSED.items():
+        assert re.search(message, results.pop(name)["error"]), name
+    assert len(results) >= 9
+    for name, result in results.items():
+        assert "error" not in result, f"{name}: {result.get('error')}"
+        expected = fit(name, tmp_path, "baseline", 1)
+        assert len(set(expected["losses"])) == 3, name
+        assert result["losses"] == pytest.approx(expected["losses"], rel=0, abs=TOLERANCE), name
+        assert result["weights"].keys() == expected["weights"].keys()
+        for key, value in expected["weights"].items():
+            torch.testing.assert_close(result["weights"][key], value, rtol=0, atol=TOLERANCE, msg=f"{name} {key}")
