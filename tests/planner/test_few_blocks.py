@@ -161,7 +161,7 @@ def test_tables_of_the_solver_from_few_blocks_equal_those_from_all(mode: str, mo
     for least in (depth, depth + 1):
         monkeypatch.setattr(few_blocks, "LEAST", least)
         planner = Planner(lambda: ByteGPT(width=32, depth=depth, heads=2), characters(), {}, target, MiB)
-        traces.append(planner.captured(arrange(config, {})))
+        traces.append(planner.captured(arrange(config, {}), len(characters())))
     few, whole = traces
     assert traced.count(max(traced)) == 2  # until the first backward, and in the trace of all
     assert few.marks == whole.marks
@@ -180,7 +180,8 @@ def test_trace_of_few_blocks_asks_for_host_memory_for_all(monkeypatch: pytest.Mo
         monkeypatch.setattr(few_blocks, "LEAST", least)
         make = partial(ByteGPT, width=32, depth=depth, heads=2)
         planner = Planner(make, characters(), trainer, target, MiB, host_memory=host)
-        traces.append(planner.captured(arrange(compose({"callback": {"weights_on_host": {}}}), trainer)))
+        config = compose({"callback": {"weights_on_host": {}}})
+        traces.append(planner.captured(arrange(config, trainer), len(characters())))
     few, whole = traces
     assert traced.count(max(traced)) == 2  # until the first backward, and in the trace of all
     assert len(traced) > 2

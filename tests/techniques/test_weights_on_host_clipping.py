@@ -490,7 +490,7 @@ def test_a_plan_updates_blocks_beside_the_forward_by_gradients_and_states_from_t
         {"precision": "bf16-true", "callback": {"weights_on_host": {}, "compact_states": {"state_budget": 0}}}
     )
     planner = Planner(plain_module, batch, {"gradient_clip_val": 1.0}, device("rtx-4090"), GiB)
-    trace = planner.captured(arrange(configuration, planner.trainer))
+    trace = planner.captured(arrange(configuration, planner.trainer), planner.micro_batch or 0)
     first, last = trace.steps
     costs = trace.costs[first:last]
     turns = [number for number, cost in enumerate(costs) if cost.stream == BESIDE]
@@ -512,7 +512,7 @@ def test_a_plan_runs_batches_twice_where_the_host_has_no_room_for_gradients() ->
     configuration = compose({"precision": "32-true", "callback": {"weights_on_host": {}}})
     for host, kept in ((least + 1024, gradients), (least - 1024, 0)):
         planner = Planner(module_of, batch, {"gradient_clip_val": 1.0}, device("rtx-4090"), GiB, host_memory=host)
-        trace = planner.captured(arrange(configuration, planner.trainer))
+        trace = planner.captured(arrange(configuration, planner.trainer), planner.micro_batch or 0)
         assert 0 <= trace.host_bytes - weights - kept < 4096  # aligned
         assert ("kept gradients" in "".join(trace.assumptions)) is not bool(kept)
 
