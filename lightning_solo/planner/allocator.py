@@ -18,6 +18,7 @@ MIDDLE_SEGMENT = 20 * MiB  # kLargeBuffer
 LARGE_ROUND = 2 * MiB  # kRoundLarge
 PAGES = {True: SMALL_SEGMENT, False: MIDDLE_SEGMENT}  # small? -> bytes by which an expandable segment grows
 ADDRESSES = 2**62  # of an expandable segment; torch makes another one after 9/8 of the device's memory
+UNLIMITED = 2**63  # a capacity above the bytes of any device
 
 
 class DoesNotFitError(Exception):
@@ -59,13 +60,22 @@ class Block:
 
 
 class CachingAllocator:
-    """Splits segments into blocks by best fit, merges free neighbours, and releases unused segments before an OOM."""
+    """Splits segments into blocks by best fit, merges free neighbours, and releases unused segments before an OOM.
+
+    Attributes:
+        capacity: bytes of the device.
+        reserved: bytes of all segments.
+        peak_reserved: the most that were reserved.
+        least_refused: the least that would have been reserved if the capacity sufficed. With any capacity from
+            ``peak_reserved`` to below this one, the allocator does the same.
+    """
 
     least_rest = SMALL + ROUND  # bytes from which the rest of a large block is split off
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self, capacity: int = UNLIMITED) -> None:
         self.capacity = capacity
         self.reserved = self.peak_reserved = 0
+        self.least_refused = UNLIMITED + 1
         self._count = 0
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}  # small?, (size, number, block)
 
@@ -104,17 +114,22 @@ class CachingAllocator:
 
     def _new_segment(self, size: int, *, small: bool) -> Block:
         segment = segment_size(size)
-        if self.capacity is not None and self.reserved + segment > self.capacity:
+        if not self._reserve(segment):
             self._release_unused_segments()
-            if self.reserved + segment > self.capacity:
+            if not self._reserve(segment):
                 raise DoesNotFitError
-        self._reserve(segment)
         self._count += 1
         return Block(self._count, segment, segment, small)
 
-    def _reserve(self, size: int) -> None:
-        self.reserved += size
-        self.peak_reserved = max(self.peak_reserved, self.reserved)
+    def _reserve(self, size: int) -> bool:
+        """Reserve bytes if they fit, and return whether they do."""
+        reserved = self.reserved + size
+        if reserved > self.capacity:
+            self.least_refused = min(self.least_refused, reserved)
+            return False
+        self.reserved = reserved
+        self.peak_reserved = max(self.peak_reserved, reserved)
+        return True
 
     def _release_unused_segments(self) -> None:
         for pool in self._free.values():
@@ -160,7 +175,7 @@ class ExpandableAllocator(CachingAllocator):
 
     least_rest = ROUND
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self, capacity: int = UNLIMITED) -> None:
         super().__init__(capacity)
         self.serve_another_stream()
 
@@ -204,9 +219,8 @@ class ExpandableAllocator(CachingAllocator):
         """Map pages at the start of an unmapped block, and return it merged with free neighbours; None without room."""
         assert block is not None
         size = -(-min(size, block.size) // block.segment) * block.segment
-        if self.capacity is not None and self.reserved + size > self.capacity:
+        if not self._reserve(size):
             return None
-        self._reserve(size)
         self._unmapped[block.small].remove(block)
         if size < block.size:
             rest = self._split(block, size)

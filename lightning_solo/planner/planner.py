@@ -22,7 +22,7 @@ from lightning_solo.planner.device import Device, assumed
 from lightning_solo.planner.few_blocks import BlockTraces, Captured, FewBlocks
 from lightning_solo.planner.notes import resolved
 from lightning_solo.planner.plan import TIGHT, Plan, verdict_of
-from lightning_solo.planner.replay import peak_allocated, replay, smallest_capacity, survives
+from lightning_solo.planner.replay import Capacities, peak_allocated
 from lightning_solo.planner.rules import Arrangement, arrange
 from lightning_solo.planner.step_time import step_schedule, step_seconds
 from lightning_solo.planner.timeline import COMPUTE, condensed
@@ -183,11 +183,10 @@ class Planner:
             workspace, context = self.device.workspace_bytes, self.device.context_bytes
             exact, peak = peak, peak_allocated(trace.log, workspace)
             breakdown |= {"workspace": workspace, "rounding": peak - exact - workspace}
-            replayed = partial(replay, trace.log, workspace=workspace, expandable=arranged.expandable_segments)
-            needed = smallest_capacity(trace.log, workspace, expandable=arranged.expandable_segments) + context
-            reserved = replayed().peak_reserved + context
+            capacities = Capacities(trace.log, workspace, expandable=arranged.expandable_segments)
+            needed, reserved = capacities.smallest() + context, capacities.peak_reserved() + context
             if needed <= self.budget < reserved:  # unused segments are released in time
-                reserved = replayed(self.budget - context).peak_reserved + context
+                reserved = capacities.peak_reserved(self.budget - context) + context
         return {"peak_bytes": peak, "breakdown": breakdown, "needed_bytes": needed, "reserved_bytes": reserved}
 
     def _fits_at(self, trace: Trace, arranged: Arrangement) -> bool:
@@ -196,9 +195,8 @@ class Planner:
             return trace.log.peak()[0] <= room
         room -= self.device.context_bytes
         workspace = self.device.workspace_bytes
-        return peak_allocated(trace.log, workspace) <= room and survives(
-            trace.log, room, workspace, expandable=arranged.expandable_segments
-        )
+        capacities = Capacities(trace.log, workspace, expandable=arranged.expandable_segments)
+        return peak_allocated(trace.log, workspace) <= room and capacities.fits(room)
 
     def _largest(self, arranged: Arrangement, scalable: ScalableTrace) -> int:
         """Return the largest micro-batch that fits, by doubling and bisection."""

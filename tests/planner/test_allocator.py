@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.allocator import CachingAllocator, DoesNotFitError, ExpandableAllocator
-from lightning_solo.planner.replay import peak_allocated, replay, smallest_capacity, survives
+from lightning_solo.planner.replay import Capacities, peak_allocated
 from lightning_solo.units import MiB
 
 
@@ -75,9 +75,9 @@ def test_fragmentation_needs_more_than_what_is_allocated() -> None:
     events = [(n, 2 * MiB) for n in range(16)] + [(n, -2 * MiB) for n in range(0, 16, 2)] + [(16, 12 * MiB)]
     log = log_of(*events)
     assert peak_allocated(log) == 32 * MiB
-    assert replay(log).peak_reserved == 52 * MiB
-    assert smallest_capacity(log) == 52 * MiB
-    assert not survives(log, 50 * MiB)
+    assert Capacities(log).peak_reserved() == 52 * MiB
+    assert Capacities(log).smallest() == 52 * MiB
+    assert not Capacities(log).fits(50 * MiB)
 
 
 def test_a_workspace_and_rounding_count() -> None:
@@ -88,9 +88,9 @@ def test_a_workspace_and_rounding_count() -> None:
 
 def test_another_stream_keeps_its_segments_to_itself() -> None:
     log = EventLog([(1, 512), (2, 3 * MiB)], ["other"] * 4, {0: 512, 3: 3 * MiB})
-    assert replay(log).peak_reserved == (2 + 20) * MiB
-    assert replay(replace(log, aside=frozenset({0, 3}))).peak_reserved == 2 * (2 + 20) * MiB
-    assert smallest_capacity(replace(log, aside=frozenset({3}))) == (2 + 20 + 20) * MiB
+    assert Capacities(log).peak_reserved() == (2 + 20) * MiB
+    assert Capacities(replace(log, aside=frozenset({0, 3}))).peak_reserved() == 2 * (2 + 20) * MiB
+    assert Capacities(replace(log, aside=frozenset({3}))).smallest() == (2 + 20 + 20) * MiB
 
 
 @pytest.mark.parametrize(
@@ -153,32 +153,62 @@ def test_free_pages_between_live_blocks_are_unmapped_before_out_of_memory() -> N
 def test_expandable_segment_needs_less_where_a_small_block_keeps_a_large_segment() -> None:
     log = log_of((0, 60 * MiB), (0, -60 * MiB), (1, 2 * MiB), (2, 60 * MiB))
     assert peak_allocated(log) == 62 * MiB
-    assert smallest_capacity(log) == 120 * MiB  # 58 MiB of the first segment are too small
-    assert smallest_capacity(log, expandable=True) == 80 * MiB  # they grow by a page of 20
-    assert not survives(log, 78 * MiB, expandable=True)
+    assert Capacities(log).smallest() == 120 * MiB  # 58 MiB of the first segment are too small
+    assert Capacities(log, expandable=True).smallest() == 80 * MiB  # they grow by a page of 20
+    assert not Capacities(log, expandable=True).fits(78 * MiB)
 
 
 def test_another_stream_keeps_its_pages_to_itself() -> None:
     log = EventLog([(1, 512), (2, 3 * MiB)], ["other"] * 4, {0: 512, 3: 3 * MiB})
-    assert replay(log, expandable=True).peak_reserved == (2 + 20) * MiB
+    assert Capacities(log, expandable=True).peak_reserved() == (2 + 20) * MiB
     aside = replace(log, aside=frozenset({0, 3}))
-    assert replay(aside, expandable=True).peak_reserved == 2 * (2 + 20) * MiB
+    assert Capacities(aside, expandable=True).peak_reserved() == 2 * (2 + 20) * MiB
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    st.lists(st.tuples(st.integers(1, 40 * MiB), st.integers(0, 30)), min_size=1, max_size=60),
-    st.booleans(),
-)
-def test_smallest_capacity_is_between_allocated_and_reserved(births: list[tuple[int, int]], expandable: bool) -> None:
-    """Each birth is (bytes, how many births later it goes)."""
+LIFETIMES = st.lists(st.tuples(st.integers(1, 40 * MiB), st.integers(0, 30)), min_size=1, max_size=60)
+"""Bytes of each storage, and how many storages later it is freed."""
+
+
+def log_of_lifetimes(births: list[tuple[int, int]]) -> EventLog:
     events: list[tuple[int, int]] = []
     for index, (size, _) in enumerate(births):
         events += [(n, -births[n][0]) for n in range(index) if n + births[n][1] == index]
         events.append((index, size))
-    log = log_of(*events)
-    allocated, reserved = peak_allocated(log), replay(log, expandable=expandable).peak_reserved
-    capacity = smallest_capacity(log, expandable=expandable)
+    return log_of(*events)
+
+
+@settings(deadline=None, max_examples=60)
+@given(LIFETIMES, st.booleans())
+def test_smallest_capacity_is_between_allocated_and_reserved(births: list[tuple[int, int]], expandable: bool) -> None:
+    log = log_of_lifetimes(births)
+    allocated, reserved = peak_allocated(log), Capacities(log, expandable=expandable).peak_reserved()
+    capacity = Capacities(log, expandable=expandable).smallest()
     assert allocated <= capacity <= max(reserved, -(-allocated // (2 * MiB)) * 2 * MiB)
-    assert survives(log, capacity, expandable=expandable)
-    assert not survives(log, capacity - 2 * MiB, expandable=expandable)
+    assert Capacities(log, expandable=expandable).fits(capacity)
+    assert not Capacities(log, expandable=expandable).fits(capacity - 2 * MiB)
+
+
+@settings(deadline=None, max_examples=60)
+@given(LIFETIMES, st.booleans())
+def test_answers_from_earlier_replays_are_those_of_new_ones(births: list[tuple[int, int]], expandable: bool) -> None:
+    log = log_of_lifetimes(births)
+    known, most = Capacities(log, expandable=expandable), Capacities(log, expandable=expandable).peak_reserved()
+    for capacity in [*range(0, most + 4 * MiB, 2 * MiB), most - 1, most, most + 1]:
+        new = Capacities(log, expandable=expandable)
+        assert known.fits(capacity) == new.fits(capacity)
+        if new.fits(capacity):
+            assert known.peak_reserved(capacity) == new.peak_reserved(capacity)
+
+
+def test_one_replay_answers_for_capacities_with_which_the_allocator_does_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replays: list[int] = []
+    replay = Capacities._replay
+    monkeypatch.setattr(Capacities, "_replay", lambda self, one: (replays.append(one.capacity), replay(self, one))[1])
+    # 12 of 2 GiB are freed before one of 25 GiB: between 25 and 49 GiB there are some ten steps of a bisection
+    births = [(2048 * MiB, 12 - n) for n in range(12)]
+    capacities = Capacities(log_of_lifetimes([*births, (25 * 1024 * MiB, 1)]))
+    assert capacities.smallest() == 25 * 1024 * MiB
+    assert len(replays) <= 3
+    assert capacities.peak_reserved(40 * 1024 * MiB) <= 40 * 1024 * MiB

@@ -21,7 +21,7 @@ from lightning_solo.planner.device import device
 from lightning_solo.planner.forks import run_in_forks
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.planner import Planner
-from lightning_solo.planner.replay import smallest_capacity
+from lightning_solo.planner.replay import Capacities
 from lightning_solo.presets.compose import compose
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
@@ -71,7 +71,7 @@ def test_scaled_trace_equals_own_trace(name: str, precision: str, checkpointing:
         (peak, where), (own_peak, own_where) = made.log.peak(), canonical(own.log, own.phases).peak()
         assert peak == own_peak > 0
         assert made.log.breakdown(where) == canonical(own.log, own.phases).breakdown(own_where)
-        assert smallest_capacity(made.log, 2**20) == smallest_capacity(canonical(own.log, own.phases), 2**20)
+        assert Capacities(made.log, 2**20).smallest() == Capacities(canonical(own.log, own.phases), 2**20).smallest()
         assert [name for _, _, name in made.phases] == [name for _, _, name in own.phases]
         assert sum(cost.flops for cost in made.costs) == sum(cost.flops for cost in own.costs)
         assert sum(cost.bytes for cost in made.costs) == sum(cost.bytes for cost in own.costs)

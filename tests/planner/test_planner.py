@@ -25,7 +25,7 @@ from lightning_solo.planner.capture import capture
 from lightning_solo.planner.device import Device, device
 from lightning_solo.planner.plan import TIGHT, Plan
 from lightning_solo.planner.planner import Planner
-from lightning_solo.planner.replay import replay
+from lightning_solo.planner.replay import Capacities
 from lightning_solo.planner.rules import arrange
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.zero_offload.footprint import layout_for
@@ -157,7 +157,7 @@ def test_the_device_shows_more_than_is_needed_and_no_more_than_it_has() -> None:
     plenty = planned(Attends, examples(), on=GPU)
     assert plenty.peak_bytes + GPU.context_bytes < plenty.needed_bytes <= plenty.reserved_bytes
     trace = capture(Attends, examples(), {"precision": "32-true"})
-    unlimited = replay(trace.log, None, GPU.workspace_bytes).peak_reserved + GPU.context_bytes
+    unlimited = Capacities(trace.log, GPU.workspace_bytes).peak_reserved() + GPU.context_bytes
     assert plenty.reserved_bytes == unlimited
     assert planned(Attends, examples(), on=GPU, budget=plenty.needed_bytes).reserved_bytes <= plenty.needed_bytes
     assert planned(Attends, examples()).reserved_bytes == plan_of("as it is").peak_bytes

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_solo.memory.events import EventLog
-from lightning_solo.planner.replay import replay, smallest_capacity
+from lightning_solo.planner.replay import Capacities
 from tests.simcuda import device
 
 pytestmark = pytest.mark.simcuda
@@ -112,8 +112,8 @@ def test_device_and_planner_reserve_the_same(expandable: bool, seed: int):
     torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
     try:
         with torch.cuda.stream(torch.cuda.Stream()):
-            assert replay_on_the_device(log) == replay(log, expandable=expandable).peak_reserved
-            most = smallest_capacity(log, expandable=expandable)
+            assert replay_on_the_device(log) == Capacities(log, expandable=expandable).peak_reserved()
+            most = Capacities(log, expandable=expandable).smallest()
             torch.cuda.empty_cache()
             with device.memory_of(torch.cuda.memory_reserved() + most):
                 replay_on_the_device(log)
