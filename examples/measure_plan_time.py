@@ -7,6 +7,7 @@ plans must also be equal.
 
     python examples/measure_plan_time.py                                    # all presets, half an hour
     python examples/measure_plan_time.py --presets bf16 stream --check      # minutes
+    python examples/measure_plan_time.py --few --together                   # minutes
 """
 
 from __future__ import annotations
@@ -54,11 +55,13 @@ def main() -> None:
     every = [preset for preset in compose_all() if preset != "auto"]
     parser.add_argument("--presets", nargs="+", default=every, choices=every)
     parser.add_argument("--few", action="store_true", help="plan from few blocks only")
+    parser.add_argument("--together", action="store_true", help="print only the row of all presets in one plan")
     parser.add_argument("--check", action="store_true", help="end with an error at the first plan that differs")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     print(f"{given.model}, {DEVICE}, {given.tokens} tokens; {machine()}; {versions()}")
-    rows = [[preset] for preset in given.presets] + ([given.presets] if len(given.presets) > 1 else [])
+    rows = [] if given.together else [[preset] for preset in given.presets]
+    rows += [given.presets] if given.together or len(given.presets) > 1 else []
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         for row in rows:
             name = row[0] if len(row) == 1 else f"all {len(row)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -281,6 +282,12 @@ class _Watch(Callback):
         self.events = len(self.tracer.log.events)
 
 
+@functools.cache
+def _keeps_frozen(process: int) -> bool:
+    """Return whether this process had frozen its imports before its first trace; to count them takes a while."""
+    return bool(gc.get_freeze_count())
+
+
 @contextmanager
 def _collected_at_steps(*, frozen: bool) -> Iterator[None]:
     """Collect garbage only at the end of each micro-batch; Python's own collections differ from run to run.
@@ -289,7 +296,7 @@ def _collected_at_steps(*, frozen: bool) -> Iterator[None]:
         frozen: whether to skip a collection of all that exists, which takes as long as half a trace of fake tensors.
             It is quick if the process keeps its imports frozen, and is made then: frozen garbage would stay.
     """
-    enabled, frozen = gc.isenabled(), frozen and not gc.get_freeze_count()
+    enabled, frozen = gc.isenabled(), frozen and not _keeps_frozen(os.getpid())
     if frozen:
         gc.freeze()
     else:

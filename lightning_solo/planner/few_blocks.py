@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,6 +48,7 @@ class FewBlocks:
             self.runs = equal_runs(self._module, LEAST)[:MOST_RUNS]
         except Exception:  # a constructor that computes with its weights
             self.runs = []
+        self.repeated: set[str] = set()  # precisions in which the whole module's forward is known to repeat its blocks
         small = (p.numel() for p in self._module.parameters() if p.numel() < GROUPED) if self.runs else ()
         self.groups_are_small = sum(small) < GROUPED
 
@@ -77,32 +79,44 @@ class BlockTraces:
         captured: as `Captured`, of the first micro-batch.
         alike: whether the preset treats all blocks in the same way, as far as it says.
         ring: blocks that are on the device at a time; 0 if all are.
+        precision: in which the forward of the whole module is checked once; if empty, it is checked in any case.
     """
 
     def __init__(
-        self, blocks: FewBlocks, make: Callable[[], Any], captured: Captured, *, alike: bool = True, ring: int = 0
+        self,
+        blocks: FewBlocks,
+        make: Callable[[], Any],
+        captured: Captured,
+        *,
+        alike: bool = True,
+        ring: int = 0,
+        precision: str = "",
     ) -> None:
-        self._blocks, self._make = blocks, make
+        self._blocks, self._make, self._precision = blocks, make, precision
         self._few = FEW + ring
         self._more = [run.length - self._few for run in blocks.runs]
         self._names: list[str] = []  # of all blocks that are marked
         self._trace: Trace | None = None  # of the first micro-batch
         self._first = captured
         is_worth_it = alike and min(self._more, default=0) >= LEAST - FEW + 2 * ring
-        self._depth = self._depth_trace(captured) if is_worth_it else None
+        depth = self._depth_trace(captured) if is_worth_it else None
+        self._depths = [] if depth is None else [depth]  # of different micro-batches
 
     def trace(self, captured: Captured) -> Trace:
         """Return the trace of a micro-batch."""
-        if self._depth is None:
+        if not self._depths:
             return resolved(captured(self._make))
         if captured is self._first and self._trace is not None:
             return self._trace
-        try:
-            short = self._short(captured, [0 for _ in self._more])
-            return self._resolved(self._depth.at(self._more, short))
-        except NotRepeatedError:  # such as host memory that depends on both
-            own = self._depth_trace(captured, short, checked=False)
-            return resolved(captured(self._make)) if own is None else self._resolved(own.at(self._more))
+        short = self._short(captured, [0 for _ in self._more])
+        for depth in reversed(self._depths):
+            with suppress(NotRepeatedError):
+                return self._resolved(depth.at(self._more, short))
+        own = self._depth_trace(captured, short, checked=False)  # such as one example, or host memory by both
+        if own is None:
+            return resolved(captured(self._make))
+        self._depths.append(own)
+        return self._resolved(own.at(self._more))
 
     def _resolved(self, whole: Trace) -> Trace:
         return resolved(replace(whole, blocks=self._names))
@@ -137,17 +151,18 @@ class BlockTraces:
                 if not equal_traces(depth.at(two), self._short(captured, two)):
                     return None
                 self._trace = self._resolved(whole)
+                self._blocks.repeated.add(self._precision)
         except Exception:  # then a trace of all blocks says why
             return None
         return depth
 
     def _start(self, captured: Captured) -> Trace:
-        """Return the whole module's trace until the first backward.
+        """Return the whole module's trace until the first backward, or the first forward if that is known to repeat.
 
         Raises:
             NotRepeatedError: techniques treat its blocks differently.
         """
-        look = _Look(self._blocks)
+        look = _Look(self._blocks, with_forward=not self._precision or self._precision not in self._blocks.repeated)
         start = self._short(captured, self._more, callback=look)
         if not look.alike:
             raise NotRepeatedError
@@ -155,15 +170,15 @@ class BlockTraces:
 
 
 class _Look(Callback):
-    """Looks at the blocks when training is to start, and ends the trace before the first backward."""
+    """Looks at the blocks when training is to start, and ends the trace then or before the first backward."""
 
-    def __init__(self, blocks: FewBlocks) -> None:
-        self._runs = blocks.runs
+    def __init__(self, blocks: FewBlocks, *, with_forward: bool) -> None:
+        self._runs, self._with_forward = blocks.runs, with_forward
         self.alike = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.alike = look_alike(pl_module, self._runs, trainer.optimizers)
-        if not self.alike:
+        if not self.alike or not self._with_forward:
             raise EndOfTrace
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_LIBRARIES = {"bitsandbytes"}
+"""Libraries whose rules for fake tensors read nothing but the arguments' metadata."""
 _BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
@@ -75,7 +77,8 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 @functools.cache
 def _is_by_metadata(func: Any) -> bool:
-    return isinstance(func, OpOverload) and is_builtin(func) and _BY_DATA.isdisjoint(func.tags)
+    known = isinstance(func, OpOverload) and (is_builtin(func) or func.namespace in _LIBRARIES)
+    return known and _BY_DATA.isdisjoint(func.tags)
 
 
 def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:

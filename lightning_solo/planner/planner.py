@@ -269,7 +269,8 @@ class Planner:
     def _block_traces(self, arranged: Arrangement, captured: Captured) -> BlockTraces:
         # techniques that choose by bytes don't treat blocks alike
         alike = arranged.scales and not arranged.mixed and (self._blocks.groups_are_small or not arranged.released)
-        return BlockTraces(self._blocks, self.make, captured, alike=alike, ring=arranged.ring)
+        precision = "" if arranged.foreign else arranged.precision
+        return BlockTraces(self._blocks, self.make, captured, alike=alike, ring=arranged.ring, precision=precision)
 
     def _captured(
         self,

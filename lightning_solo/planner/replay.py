@@ -58,7 +58,7 @@ class Capacities:
         return high * step
 
     def _replayed(self, capacity: int) -> tuple[int, bool]:
-        """Return the most bytes that are reserved with a capacity, until the log ends or doesn't fit, and if it fits."""
+        """Return the most bytes reserved with a capacity until the log ends or doesn't fit, and whether it fits."""
         for peak, refused, fits in self._replays:
             if peak <= capacity < refused:
                 return peak, fits

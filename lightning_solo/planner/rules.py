@@ -29,6 +29,7 @@ class Arrangement(Tracing):
         window: micro-batches of the traced window, which takes as much memory as a whole one.
         released: whether gradients are released in backward, small ones in groups.
         mixed: whether blocks have several modes.
+        foreign: whether objects are attached that are no techniques.
         answers: whether the host has room for something, by its name, as far as techniques asked in a trace.
     """
 
@@ -36,6 +37,7 @@ class Arrangement(Tracing):
     window: int = 1
     released: bool = False
     mixed: bool = False
+    foreign: bool = False
     answers: dict[str, bool] = field(default_factory=dict)
 
 
@@ -90,6 +92,7 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
         arguments=arguments,
         window=window,
         released=released,
+        foreign=bool(config.foreign),
         mixed=any(len(list(filter(None, _modes(part).values()))) > 1 for part in attached),
     )
 

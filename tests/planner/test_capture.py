@@ -23,6 +23,7 @@ from lightning_solo.optim.low_bit_adamw import AdamW8bit
 from lightning_solo.optim.muon import MuonAdamW
 from lightning_solo.optim.schedule_free import ScheduleFreeAdamW
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED
+from lightning_solo.planner import capture as capture_module
 from lightning_solo.planner.capture import Trace, _collected_at_steps, capture
 from lightning_solo.planner.fake_modules import fake_mode
 from lightning_solo.planner.rules import arrange
@@ -304,6 +305,7 @@ def test_update_of_lists_is_counted_and_not_run(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("others", [False, True], ids=["nothing frozen", "imports frozen"])
 def test_garbage_of_before_a_trace_is_freed(others: bool) -> None:
+    capture_module._keeps_frozen.cache_clear()
     gc.unfreeze()
     if others:
         gc.freeze()
@@ -319,3 +321,15 @@ def test_garbage_of_before_a_trace_is_freed(others: bool) -> None:
     gc.freeze()
     assert garbage() is None
     assert bool(frozen) is others
+    capture_module._keeps_frozen.cache_clear()
+
+
+def test_frozen_objects_are_counted_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(1) or 1)
+    capture_module._keeps_frozen.cache_clear()
+    for _ in range(2):
+        with _collected_at_steps(frozen=True):
+            pass
+    capture_module._keeps_frozen.cache_clear()
+    assert counts == [1]

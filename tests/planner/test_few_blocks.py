@@ -16,10 +16,11 @@ from lightning_solo.planner import capture as capturing
 from lightning_solo.planner import few_blocks
 from lightning_solo.planner.bases import with_modes
 from lightning_solo.planner.block_tables import block_table
-from lightning_solo.planner.depth_scaling import NotRepeatedError, Stretch
+from lightning_solo.planner.depth_scaling import NotRepeatedError, Stretch, equal_traces
 from lightning_solo.planner.device import device
 from lightning_solo.planner.equal_blocks import Run, equal_runs, shortened
 from lightning_solo.planner.few_blocks import FEW, FewBlocks
+from lightning_solo.planner.notes import resolved
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.planner import Planner
 from lightning_solo.planner.rules import arrange
@@ -110,6 +111,43 @@ def test_plan_from_few_blocks_equals_that_from_all(monkeypatch: pytest.MonkeyPat
     per_block = 12  # two norms and four linear layers, with biases
     assert {max(full) - count for count in short} >= {per_block * (DEPTH - FEW - more) for more in (0, 1, 2)}
     assert few == whole
+
+
+def test_forward_of_all_blocks_is_traced_once_for_presets_of_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_blocks, "LEAST", DEPTH)
+    forwards: list[str] = []
+    end = few_blocks._Look.on_before_backward
+    monkeypatch.setattr(
+        few_blocks._Look, "on_before_backward", lambda look, *args: (forwards.append("whole"), end(look, *args))
+    )
+    planner = Planner(gpt, characters()[:1], {}, device("rtx-4090"), MiB)
+    first = compose("bf16")
+    for config in (first, compose("checkpointing")):
+        assert config.precision == first.precision
+        planner.plan("", config)
+    assert len(planner._traces) == 2
+    assert forwards == ["whole"]
+
+
+class UnlikeOne(Stack):
+    """A module that runs a further operator for batches of several examples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if len(x) == 1 else x.sigmoid())
+
+
+def test_micro_batches_share_the_traces_with_one_block_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_blocks, "LEAST", 9)
+    make = lambda: Classifier(UnlikeOne([24] * 9))  # noqa: E731
+    planner = Planner(make, sequences(1), {}, device("rtx-4090"), MiB)
+    arranged = arrange(compose("baseline"), {})
+    one, two, three = (partial(planner._captured, arranged, size) for size in (1, 2, 3))
+    blocks = planner._block_traces(arranged, one)
+    traced = counted(monkeypatch)
+    traces = [blocks.trace(two), blocks.trace(three)]
+    short = min(traced)
+    assert traced == [short, short + 4, short]  # weights and biases of two layers in the block more of the first
+    assert equal_traces(traces[1], resolved(three(make)))
 
 
 @pytest.mark.long

@@ -172,3 +172,16 @@ def test_known_numbers_beside_unknown_ones_count_where_they_index_or_are_changed
             cache(aten.add_.Tensor, table := with_numbers(MODE, torch.ones(3)), fake(3))
             assert table.constant is None
         assert cache.ran == 5
+
+
+def test_dequantization_runs_once_for_equal_metadata() -> None:
+    pytest.importorskip("bitsandbytes")
+    cached = Counted()
+    results = []
+    for _ in range(2):
+        codes, scales = fake(32, 1, dtype=torch.uint8), fake(1)
+        operator = torch.ops.bitsandbytes.dequantize_4bit.default
+        results.append(cached(operator, codes, scales, 64, "nf4", (64,), torch.bfloat16))
+    assert cached.ran == 1
+    assert metadata(results[0]) == metadata(results[1])
+    assert results[0].untyped_storage()._cdata != results[1].untyped_storage()._cdata
