@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_solo.errors import GradientError, PresetError, RefusedStepError
-from lightning_solo.memory.sharded_tensors import local
+from lightning_solo.memory.sharded_tensors import is_sharded, local
 from lightning_solo.optim import kernels
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.gradient_checks import not_finite, require_dense
@@ -329,6 +329,11 @@ class StepInBackward:
 
     @torch.no_grad()
     def _keep(self, parameter: Tensor, gradient: Tensor) -> None:
+        if is_sharded(gradient):
+            raise GradientError(
+                f"the gradient of {self._name(parameter)} is sharded, and is to be kept for accumulation or clipping by"
+                " norm, of which one process knows nothing; write accumulate_grad_batches=1 for all of the run"
+            )
         if parameter in self._sums:
             if self.accumulation == 1:
                 raise self._second_gradient(parameter)

@@ -101,18 +101,26 @@ class Gradients(L.Callback):
             self.figures |= getattr(each, "figures", {})
 
 
+RELEASED: dict[str, dict[str, Any]] = {
+    "fp32": {"callback": {}},
+    "compact": compact_preset("24 bits"),
+}
+"""Presets with which gradients are kept and released, by a name."""
+
+
 def released(folder: Path) -> dict[str, Any]:
     """Train under `fsdp` with gradients kept and released, and return the refusals of those that would be kept."""
     results: dict[str, Any] = {}
     OperatorKernels.grouped_below = 0  # else all of so small a module's weights are stepped together, at the end
-    for name, callbacks in {"kept": {}, "released": {"gradient_release": {}}}.items():
-        end, gradients = AtEnd(folder / f"{name}.ckpt"), Gradients()
-        preset = {"strategy": {"name": "fsdp"}, "callback": {**callbacks, "gradient_norm": {"every_n_steps": 1}}}
-        _, values = trained(preset, folder, callbacks=[end, gradients])
-        counted = {"bytes": gradients.bytes, "changed": gradients.changed, "figures": gradients.figures}
-        results[name] = {"losses": values, "weights": end.weights, **counted}
-    refused = {"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 2}
-    for arguments in refused:
+    for name, preset in RELEASED.items():
+        for how, release in {"kept": {}, "released": {"gradient_release": {}}}.items():
+            end, gradients = AtEnd(folder / f"{name} {how}.ckpt"), Gradients()
+            callbacks = {**preset["callback"], **release, "gradient_norm": {"every_n_steps": 1}}
+            sharded = {**preset, "strategy": {"name": "fsdp"}, "callback": callbacks}
+            _, values = trained(sharded, folder, callbacks=[end, gradients])
+            counted = {"bytes": gradients.bytes, "changed": gradients.changed, "figures": gradients.figures}
+            results[f"{name} {how}"] = {"losses": values, "weights": end.weights, **counted}
+    for arguments in ({"gradient_clip_val": 0.5}, {"accumulate_grad_batches": 2}):
         try:
             trained({"strategy": {"name": "fsdp"}, "callback": {"gradient_release": {}}}, folder, **arguments)
             results[next(iter(arguments))] = "trained"

@@ -25,6 +25,8 @@ from tests.modules import Stack, regression
 from tests.techniques.test_ddp import fitted
 from tests.training import equal
 
+AT_ONCE: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
+
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
@@ -108,10 +110,59 @@ def test_a_module_that_optimizes_manually_is_refused_since_its_weights_would_not
     module = regression(L, Stack(blocks=2))
     module.automatic_optimization = False
     with pytest.raises(ConflictError, match=mentions("automatic_optimization=False", "ddp", "zero3")):
-        fitted("fsdp", tmp_path, module=module, devices=1, gradient_clip_val=None, accumulate_grad_batches=1)
+        fitted("fsdp", tmp_path, module=module, devices=1, **AT_ONCE)
 
 
 def test_blocks_that_dont_exist_are_refused(tmp_path: Path) -> None:
     assert ShardedStrategy(blocks=["Blok"]).settings.blocks == ["Blok"]
     with pytest.raises(NothingToDoError, match="Blok"):
         fitted("fsdp", tmp_path, overrides=["strategy.blocks=[Blok]"], devices=1)
+
+
+def test_a_parameter_that_is_a_number_is_refused_by_name(mesh: Any) -> None:
+    module = Stack(blocks=2)
+    module.scale = nn.Parameter(torch.tensor(0.5))
+    with pytest.raises(ConflictError, match=mentions("scale", "torch.tensor([0.5])", "ddp")):
+        shard(module, mesh, module.blocks)
+
+
+def transposed() -> Any:
+    """Return a module with a weight that isn't stored row by row."""
+    torch.manual_seed(1)
+    module = regression(L, Stack(blocks=2))
+    for name, p in list(module.named_parameters()):
+        if name.endswith("up.weight"):
+            p.data = p.data.T.contiguous().T
+    return module
+
+
+def test_weights_in_another_order_of_memory_are_sharded(tmp_path: Path) -> None:
+    module, _ = fitted("fsdp", tmp_path, module=transposed(), devices=1)
+    plain, _ = fitted("baseline", tmp_path, module=transposed())
+    names = dict(plain.named_parameters())
+    assert not all(p.is_contiguous() for p in names.values())
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(p, names[name], rtol=0, atol=1e-6)
+
+
+def test_compact_states_refuse_weights_in_another_order_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(ConflictError, match=mentions("compact_states", "up.weight", "contiguous()")):
+        fitted(["fsdp", "compact"], tmp_path, module=transposed(), devices=1)
+
+
+@pytest.mark.parametrize("preset", ["compact", "gradient_release"])
+def test_compact_states_and_released_gradients_on_one_device_are_those_without_it(preset: str, tmp_path: Path) -> None:
+    module, trainer = fitted(["fsdp", preset], tmp_path, devices=1, max_epochs=2, **AT_ONCE)
+    plain, other = fitted(preset, tmp_path, max_epochs=2, **AT_ONCE)
+    assert equal(plain, module)
+    trainer.save_checkpoint(tmp_path / "shards.ckpt")
+    other.save_checkpoint(tmp_path / "plain.ckpt")
+    shards, whole = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("shards", "plain"))
+    for state, same in zip(*(each["optimizer_states"][0]["state"].values() for each in (shards, whole)), strict=True):
+        assert state.keys() == same.keys()
+        assert all(torch.equal(state[key], same[key]) for key in state if isinstance(state[key], torch.Tensor))
+
+
+def test_released_gradients_that_would_be_kept_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConflictError, match=mentions("gradient_release", "gradient_clip_val=0.5", "sharded")):
+        fitted(["fsdp", "gradient_release"], tmp_path, devices=1, **{**AT_ONCE, "gradient_clip_val": 0.5})

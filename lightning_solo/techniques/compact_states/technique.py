@@ -98,8 +98,15 @@ class CompactStates(Technique, Settings):
         precision = ctx.precision
         if message := self.precision_refusal(precision):
             raise ConflictError(message)
-        if precision == "bf16-mixed" and engine_of(ctx.strategy) == "fsdp":
-            raise ConflictError(f"callback.compact_states and strategy=fsdp: {MIXED_SHARDS}")
+        if engine_of(ctx.strategy) == "fsdp":
+            if precision == "bf16-mixed":
+                raise ConflictError(f"callback.compact_states and strategy=fsdp: {MIXED_SHARDS}")
+            if others := [name for name, p in ctx.module.named_parameters() if not p.is_contiguous()]:
+                raise ConflictError(
+                    f"callback.compact_states, strategy=fsdp and {listed(others)}: states are stored in the order of"
+                    " memory, which shards change for weights that aren't stored row by row; write"
+                    " nn.Parameter(weight.contiguous())"
+                )
         ctx.undo.callback(self._join, ctx)
         self._normed = {p for layer in spectral_norms(ctx.module).values() for p in layer.parameters()}
         ctx.undo.callback(self._normed.clear)
