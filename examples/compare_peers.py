@@ -5,7 +5,7 @@ Each row of ROWS is a script in examples/peers, as a user of that peer would wri
 loss    the mean loss of the last ten of 100 steps, and the peak resident set of a larger model's steps
 bytes   peak of the bytes that torch's allocator has handed out, counted one by one, in two steps of that model
 fits    the largest batch, and the deepest model, whose counted bytes stay within a budget
-time    processor seconds of a step in one thread: rounds that run all rows after each other, once there and once back
+time    processor seconds of a step in one thread; a preset and the peers below it take turns, a step each
 
 A peer that the environment lacks is installed into a folder of its own, without dependencies that would replace
 torch; one that isn't on the package index, refuses this torch or needs a GPU is a row with that reason.
@@ -28,9 +28,12 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -66,27 +69,38 @@ class Row:
         return self.script == "lightning_solo_trainer"
 
 
-EARLY, BOTH = "+callback=early_zero_grad", "+callback=[early_zero_grad,activation_checkpointing]"
-BACK_END = "callback.compact_states.back_end="
-DEEPSPEED = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+COMPACT = "callback.compact_states."
+
+
+def ours(name: str, work: str, preset: str, *overrides: str) -> Row:
+    """Return a row of lightning-solo."""
+    return Row(
+        f"lightning-solo, {name}", "lightning_solo_trainer", work, {"preset": preset, "overrides": list(overrides)}
+    )
+
+
+def deepspeed(**bf16: bool) -> dict[str, Any]:
+    """Return DeepSpeed's configuration of ZeRO-2 with states on the host."""
+    return {
+        "bf16": bf16,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {},
+    }
+
+
 ROWS = (
-    Row("lightning-solo, `baseline`", "lightning_solo_trainer", FP32, {"preset": "baseline"}),
-    Row(
-        "lightning-solo, `baseline` with `early_zero_grad`",
-        "lightning_solo_trainer",
-        FP32,
-        {"preset": "baseline", "overrides": [EARLY]},
-    ),
+    ours("`baseline`", FP32, "baseline"),
     Row("Lightning", "lightning_trainer", FP32),
+    ours("`baseline` with `early_zero_grad`", FP32, "baseline", "+callback=early_zero_grad"),
     Row("PyTorch", "pytorch_loop", FP32),
     Row("transformers' Trainer", "transformers_trainer", FP32),
     Row("DeepSpeed", "deepspeed_engine", FP32),
     Row("Composer", "composer_trainer", FP32, packages=("mosaicml",)),
-    Row(
-        "lightning-solo, `baseline` with `activation_checkpointing` and `early_zero_grad`",
-        "lightning_solo_trainer",
+    ours(
+        "`baseline` with `activation_checkpointing` and `early_zero_grad`",
         RECOMPUTED,
-        {"preset": "baseline", "overrides": [BOTH]},
+        "baseline",
+        "+callback=[early_zero_grad,activation_checkpointing]",
     ),
     Row("PyTorch, `gradient_checkpointing_enable`", "pytorch_loop", RECOMPUTED, {"checkpointing": True}),
     Row(
@@ -95,31 +109,30 @@ ROWS = (
         RECOMPUTED,
         {"gradient_checkpointing": True},
     ),
-    Row("lightning-solo, `compact`", "lightning_solo_trainer", LOW, {"preset": "compact"}),
-    Row(
-        "lightning-solo, `split_weights` with `early_zero_grad`",
-        "lightning_solo_trainer",
-        LOW,
-        {"preset": "split_weights", "overrides": [EARLY]},
-    ),
-    Row(
-        "lightning-solo, `compact` with `back_end=torchao_8bit`",
-        "lightning_solo_trainer",
-        LOW,
-        {"preset": "compact", "overrides": [BACK_END + "torchao_8bit"]},
-    ),
-    Row(
-        "lightning-solo, `compact` with `back_end=torchao_4bit`",
-        "lightning_solo_trainer",
-        LOW,
-        {"preset": "compact", "overrides": [BACK_END + "torchao_4bit"]},
-    ),
-    Row("PyTorch, states in bf16", "pytorch_loop", LOW, {"dtype": "bfloat16"}),
-    Row("torchao, `AdamW8bit`", "torchao_loop", LOW),
-    Row("torchao, `AdamW4bit`", "torchao_loop", LOW, {"optimizer": "AdamW4bit"}),
-    Row("bitsandbytes, `AdamW8bit`", "bitsandbytes_loop", LOW),
-    Row("DeepSpeed, ZeRO-2 with offload", "deepspeed_engine", LOW, {**DEEPSPEED, "optimizer": {}}),
+    ours("`split_weights` with `early_zero_grad`", LOW, "split_weights", "+callback=early_zero_grad"),
+    Row("DeepSpeed, ZeRO-2 with offload", "deepspeed_engine", LOW, deepspeed(enabled=True)),
+    ours("`compact`", LOW, "compact"),
     Row("FlashOptim, `FlashAdamW`", "flashoptim_loop", LOW, packages=("flashoptim", "triton==3.9.0")),
+    ours("`compact` with `master_bits=16-stochastic`", LOW, "compact", COMPACT + "master_bits=16-stochastic"),
+    Row("PyTorch, states in bf16", "pytorch_loop", LOW, {"dtype": "bfloat16"}),
+    Row("bitsandbytes, `AdamW8bit`", "bitsandbytes_loop", LOW),
+    Row(
+        "DeepSpeed, ZeRO-2 with offload, states in bf16",
+        "deepspeed_engine",
+        LOW,
+        deepspeed(enabled=True, bf16_master_weights_and_grads=True, bf16_optimizer_states=True),
+    ),
+    ours("`compact` with `back_end=torchao_8bit`", LOW, "compact", COMPACT + "back_end=torchao_8bit"),
+    Row("torchao, `AdamW8bit`", "torchao_loop", LOW),
+    ours(
+        "`compact` with `master_bits=16-stochastic` and `moment_bits=4`",
+        LOW,
+        "compact",
+        COMPACT + "master_bits=16-stochastic",
+        COMPACT + "moment_bits=4",
+    ),
+    ours("`compact` with `back_end=torchao_4bit`", LOW, "compact", COMPACT + "back_end=torchao_4bit"),
+    Row("torchao, `AdamW4bit`", "torchao_loop", LOW, {"optimizer": "AdamW4bit"}),
     Row("offload_adam", "offload_adam_loop", LOW, packages=("offload-adam",), gpu=True),
     Row("RoundPipe", "roundpipe_loop", OTHER, packages=("roundpipe", "beartype"), gpu=True),
     Row("LLMQ", "", OTHER, packages=("pyllmq",), gpu=True),
@@ -186,22 +199,29 @@ def code_lines(path: Path) -> list[str]:
 # --- in a process of its own
 
 
-def observed(script: str, options: dict[str, Any], sizes: dict[str, int]) -> dict[str, list[float]]:
-    """Run a script; return each step's loss and, at the start of its forward, wall and processor seconds."""
+def observed(
+    script: str, options: dict[str, Any], sizes: dict[str, int], turns: Sequence[int] = ()
+) -> dict[str, list[float]]:
+    """Run a script; return each step's loss, and its wall and processor seconds from one forward to the next.
+
+    With ``turns``, the ends of two pipes, each step first waits for a byte.
+    """
     import torch
 
     project = importlib.import_module("project")
     vars(project).update(sizes)
     losses: list[Any] = []
-    wall: list[float] = []
-    processor: list[float] = []
+    clocks: list[tuple[float, ...]] = []
     build = getattr(project, "build", project.model)
 
     def started(*_: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        wall.append(time.perf_counter())
-        processor.append(time.process_time())
+        ended = time.perf_counter(), time.process_time()
+        if turns:
+            os.write(turns[1], b".")
+            os.read(turns[0], 1)
+        clocks.append((*ended, time.perf_counter(), time.process_time()))
 
     def seen(loss: Any) -> None:
         started()
@@ -215,7 +235,13 @@ def observed(script: str, options: dict[str, Any], sizes: dict[str, int]) -> dic
 
     vars(project).update(build=build, model=model, seen=seen)
     importlib.import_module(script).main(**options)
-    return {"losses": [float(loss) for loss in losses], "wall": wall, "processor": processor}
+    if turns:
+        os.close(turns[1])
+    return {
+        "losses": [float(loss) for loss in losses],
+        "wall": [after[0] - before[2] for before, after in pairwise(clocks)],
+        "processor": [after[1] - before[3] for before, after in pairwise(clocks)],
+    }
 
 
 def allocated_peak(run: Callable[[], Any]) -> int:
@@ -272,7 +298,9 @@ def largest(peak: Callable[[int], int], budget: int) -> int:
         at = min(max(guess, low[0] + 1), high[0] - 1)
 
 
-def measured(part: str, script: str, options: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+def measured(
+    part: str, script: str, options: dict[str, Any], sizes: dict[str, int], turns: Sequence[int]
+) -> dict[str, Any]:
     """Return what one process measures."""
     import torch
 
@@ -292,27 +320,55 @@ def measured(part: str, script: str, options: dict[str, Any], sizes: dict[str, i
         vars(project).update(sizes, DEPTH=depth)
         parameters = sum(p.numel() for p in project.build().parameters()) if depth else 0
         return {"batch": batch, "depth": depth, "parameters": parameters}
-    found = observed(script, options, sizes)
+    found = observed(script, options, sizes, turns)
     if part == "loss":
         observed(script, options, {**LARGE, "STEPS": 2})
     reading = read(torch.device(importlib.import_module("project").DEVICE))
     return found | {"peak_resident": reading.peak_resident, "peak_reserved": reading.peak_reserved}
 
 
-def in_a_process(part: str, row: Row, sizes: dict[str, int]) -> dict[str, Any]:
-    """Return what a process measures, or its error."""
-    request = json.dumps({"part": part, "script": row.script, "options": row.options, "sizes": sizes})
+def begun(part: str, row: Row, sizes: dict[str, int], turns: Sequence[int] = ()) -> subprocess.Popen[str]:
+    """Start a process that measures."""
+    request = {"part": part, "script": row.script, "options": row.options, "sizes": sizes, "turns": turns}
     folder = folder_of(row)
     path = [str(SCRIPTS), *([str(folder)] if folder else []), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--worker", request]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
-        print(done.stderr[-3000:], file=sys.stderr)
+    command = [sys.executable, __file__, "--worker", json.dumps(request)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pass_fds": turns}
+    return subprocess.Popen(command, text=True, env=environment, **pipes)
+
+
+def answer_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Wait for a process; return what it has measured, or its error."""
+    output, errors = process.communicate()
+    if process.returncode:
+        lines = [line for line in errors.splitlines() if line.strip()] or [f"exit status {process.returncode}"]
+        print(errors[-3000:], file=sys.stderr)
         return {"error": next((line for line in reversed(lines) if "Error" in line), lines[-1])[:300]}
-    answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return answer
+
+
+def in_turns(rows: list[Row], sizes: dict[str, int]) -> list[dict[str, Any]]:
+    """Return what a process of each row measures; they take turns, a step each, so that no two train at once."""
+    with ThreadPoolExecutor(len(rows)) as threads:
+        answers, turns = [], []
+        for row in rows:
+            (ready, tell), (hear, go) = os.pipe(), os.pipe()
+            answers.append(threads.submit(answer_of, begun("run", row, sizes, (hear, tell))))
+            os.close(hear)
+            os.close(tell)
+            turns.append((ready, go))
+        there = [turn for turn in turns if os.read(turn[0], 1)]  # no byte: the process has ended
+        while there:
+            for ready, go in list(there):
+                with suppress(BrokenPipeError):
+                    os.write(go, b".")
+                if not os.read(ready, 1):
+                    there.remove((ready, go))
+        for end in chain(*turns):
+            os.close(end)
+        return [answer.result() for answer in answers]
 
 
 # --- the table
@@ -320,50 +376,50 @@ def in_a_process(part: str, row: Row, sizes: dict[str, int]) -> dict[str, Any]:
 
 def measure(part: str, row: Row, entry: dict[str, Any], steps: int) -> None:
     """Measure a part of a row into its entry."""
-    if part == "loss":
-        found = in_a_process("loss", row, {**SMALL, "STEPS": steps})
-        if "error" not in found:
-            peaks = {name: found[name] for name in ("peak_resident", "peak_reserved") if found[name]}
-            found = {
-                "loss": round(statistics.mean(found["losses"][-10:]), 4),
-                "first_loss": found["losses"][0],
-                **peaks,
-            }
-    elif part == "bytes":
-        found = in_a_process("bytes", row, {**LARGE, "STEPS": 2})
-    else:
-        found = in_a_process("fits", row, FITS)
+    sizes = {"loss": {**SMALL, "STEPS": steps}, "bytes": {**LARGE, "STEPS": 2}, "fits": FITS}[part]
+    found = answer_of(begun(part, row, sizes))
+    if part == "loss" and "error" not in found:
+        peaks = {name: found[name] for name in ("peak_resident", "peak_reserved") if found[name]}
+        found = {"loss": round(statistics.mean(found["losses"][-10:]), 4), "first_loss": found["losses"][0], **peaks}
     entry.update(found)
     print(part, row.name, found, flush=True)
 
 
 def time_rows(rows: list[Row], entries: dict[str, dict[str, Any]], rounds: int, steps: int) -> None:
-    """Run all rows in rounds, each second one backwards; keep the medians, and the ratios within a round."""
-    first = {row.work: row.name for row in reversed(ROWS) if row.ours}
-    found: dict[str, list[dict[str, float]]] = {row.name: [] for row in rows}
-    for number in range(rounds):
-        for row in rows[:: -1 if number % 2 else 1]:
-            one = in_a_process("run", row, {**SMALL, "STEPS": steps})
-            if "error" in one:
-                entries[row.name]["error"] = one["error"]
+    """Time each preset beside the peers below it; keep medians, and of each round the median ratio to its steps."""
+    for preset, group in beside(rows).items():
+        found: dict[str, list[dict[str, list[float]]]] = {row.name: [] for row in group}
+        for number in range(rounds):
+            order = [row for row in group if "error" not in entries[row.name]][:: -1 if number % 2 else 1]
+            for row, one in zip(order, in_turns(order, {**SMALL, "STEPS": steps}), strict=True):
+                if "error" in one:
+                    entries[row.name]["error"] = one["error"]
+                    continue
+                found[row.name].append({clock: one[clock][WARM_UP:] for clock in ("processor", "wall")})
+                seconds = {clock: round(statistics.median(each), 5) for clock, each in found[row.name][-1].items()}
+                print("time", number, row.name, seconds, flush=True)
+        for name, mine in found.items():
+            if not mine:
                 continue
-            found[row.name].append({clock: step_time(one[clock]) for clock in ("processor", "wall")})
-            print("time", number, row.name, found[row.name][-1], flush=True)
-    for row in rows:
-        mine, ours = found[row.name], found.get(first.get(row.work, ""), [])
-        if not mine:
-            continue
-        for clock in ("processor", "wall"):
-            entries[row.name][f"{clock}_s"] = round(statistics.median(one[clock] for one in mine), 5)
-            if len(ours) == len(mine):
-                ratios = [one[clock] / other[clock] for one, other in zip(mine, ours, strict=True)]
-                entries[row.name][f"{clock}_ratio"] = [round(r, 3) for r in sorted(ratios)]
-        entries[row.name]["rounds"] = len(mine)
+            for clock in ("processor", "wall"):
+                medians = [statistics.median(one[clock]) for one in mine]
+                entries[name][f"{clock}_s"] = round(statistics.median(medians), 5)
+                if name != preset and len(found.get(preset, ())) == len(mine):
+                    pairs = zip(mine, found[preset], strict=True)
+                    ratios = [statistics.median(map(truediv, one[clock], other[clock])) for one, other in pairs]
+                    entries[name][f"{clock}_ratio"] = [round(ratio, 3) for ratio in sorted(ratios)]
+            entries[name]["rounds"] = len(mine)
 
 
-def step_time(starts: list[float]) -> float:
-    """Return the median seconds from one forward to the next, after some steps of warm-up."""
-    return statistics.median(after - before for before, after in pairwise(starts[WARM_UP:]))
+def beside(rows: list[Row]) -> dict[str, list[Row]]:
+    """Return for the name of each preset its row and those of the peers below it."""
+    found: dict[str, list[Row]] = {}
+    preset = ""
+    for row in ROWS:
+        preset = row.name if row.ours else preset
+        if row in rows:
+            found.setdefault(preset, []).append(row)
+    return found
 
 
 def main() -> None:
@@ -373,7 +429,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=[""], help="parts of names; all rows by default")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100, help="of part loss")
-    parser.add_argument("--timed-steps", type=int, default=20)
+    parser.add_argument("--timed-steps", type=int, default=40)
     parser.add_argument("--write", type=Path, default=None)
     parser.add_argument("--worker", type=json.loads)
     given = parser.parse_args()
