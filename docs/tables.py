@@ -839,11 +839,12 @@ def peers_table(result: dict[str, Any]) -> str:
         size = sizes[name]
         return f"{size['DEPTH']} blocks of width {size['WIDTH']}, {size['BATCH']} x {size['CONTEXT']} tokens"
 
-    heads = ["peer", "step", "of ours", "tensors", "resident", "loss", "batch", "10⁶ parameters", "lines", "why not"]
+    heads = ["peer", "step", "beside", "tensors", "resident", "loss", "batch", "10⁶ parameters", "lines", "why not"]
     shown = [number for number, column in enumerate(zip(*rows, strict=True)) if any(column)]  # measured so far
     explained = (
-        f"Step and loss: {shape('small')}; processor seconds of a step in one thread, median of the rounds; the time"
-        f" divided by that of the first row of its group in the same round (least to most); mean loss of the last 10 of"
+        f"Step and loss: {shape('small')}; processor seconds of a step in one thread, median of the rounds. Beside: the"
+        f" same divided by that of the preset above, both taking turns, a step each; median of a round's steps, and of"
+        f" the rounds (least to most). Loss: mean of the last 10 of"
         f" {result['steps']} steps. Tensors and resident: {shape('large')}; peaks of the bytes that torch's allocator"
         f" handed out, counted, and of the process. The largest batch, and the largest model at a batch of 1, whose"
         f" tensors stay within {sizes['budget'] / MiB:.0f} MiB. Lines that differ from plain Lightning's script."

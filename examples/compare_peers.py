@@ -385,29 +385,26 @@ def measure(part: str, row: Row, entry: dict[str, Any], steps: int) -> None:
     print(part, row.name, found, flush=True)
 
 
-def time_rows(rows: list[Row], entries: dict[str, dict[str, Any]], rounds: int, steps: int) -> None:
-    """Time each preset beside the peers below it; keep medians, and of each round the median ratio to its steps."""
-    for preset, group in beside(rows).items():
-        found: dict[str, list[dict[str, list[float]]]] = {row.name: [] for row in group}
-        for number in range(rounds):
-            order = [row for row in group if "error" not in entries[row.name]][:: -1 if number % 2 else 1]
-            for row, one in zip(order, in_turns(order, {**SMALL, "STEPS": steps}), strict=True):
-                if "error" in one:
-                    entries[row.name]["error"] = one["error"]
-                    continue
-                found[row.name].append({clock: one[clock][WARM_UP:] for clock in ("processor", "wall")})
-                seconds = {clock: round(statistics.median(each), 5) for clock, each in found[row.name][-1].items()}
-                print("time", number, row.name, seconds, flush=True)
-        for name, mine in found.items():
-            if not mine:
+def time_rows(preset: str, rows: list[Row], entries: dict[str, dict[str, Any]], rounds: int, steps: int) -> None:
+    """Time a preset and the peers below it; keep medians, and of each round the median ratio to the preset's steps."""
+    found: dict[str, list[dict[str, list[float]]]] = {row.name: [] for row in rows}
+    for number in range(rounds):
+        order = [row for row in rows if "error" not in entries[row.name]][:: -1 if number % 2 else 1]
+        for row, one in zip(order, in_turns(order, {**SMALL, "STEPS": steps}), strict=True):
+            if "error" in one:
+                entries[row.name]["error"] = one["error"]
                 continue
-            for clock in ("processor", "wall"):
-                medians = [statistics.median(one[clock]) for one in mine]
-                entries[name][f"{clock}_s"] = round(statistics.median(medians), 5)
-                if name != preset and len(found.get(preset, ())) == len(mine):
-                    pairs = zip(mine, found[preset], strict=True)
-                    ratios = [statistics.median(map(truediv, one[clock], other[clock])) for one, other in pairs]
-                    entries[name][f"{clock}_ratio"] = [round(ratio, 3) for ratio in sorted(ratios)]
+            found[row.name].append({clock: one[clock][WARM_UP:] for clock in ("processor", "wall")})
+            seconds = {clock: round(statistics.median(each), 5) for clock, each in found[row.name][-1].items()}
+            print("time", number, row.name, seconds, flush=True)
+    for name, mine in found.items():
+        for clock in ("processor", "wall") if mine else ():
+            medians = [statistics.median(one[clock]) for one in mine]
+            entries[name][f"{clock}_s"] = round(statistics.median(medians), 5)
+            if name != preset and len(found.get(preset, ())) == len(mine):
+                pairs = zip(mine, found[preset], strict=True)
+                ratios = [statistics.median(map(truediv, one[clock], other[clock])) for one, other in pairs]
+                entries[name][f"{clock}_ratio"] = [round(ratio, 3) for ratio in sorted(ratios)]
             entries[name]["rounds"] = len(mine)
 
 
@@ -470,16 +467,15 @@ def main() -> None:
 
     write()
     for part in given.parts:
+        rows = [row for row in runnable if "error" not in entries[row.name]]
         if part == "time":
-            time_rows(
-                [row for row in runnable if "error" not in entries[row.name]], entries, given.rounds, given.timed_steps
-            )
+            for preset, group in beside(rows).items():
+                time_rows(preset, group, entries, given.rounds, given.timed_steps)
+                write()
         else:
-            for row in runnable:
-                if "error" not in entries[row.name]:
-                    measure(part, row, entries[row.name], given.steps)
-                    write()
-        write()
+            for row in rows:
+                measure(part, row, entries[row.name], given.steps)
+                write()
 
 
 if __name__ == "__main__":

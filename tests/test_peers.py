@@ -78,18 +78,61 @@ def test_a_peer_that_refuses_the_installed_torch_is_a_reason(peers: Any, tmp_pat
     assert peers.unmet_pins(folder) == ""
 
 
-def test_the_first_preset_of_a_group_is_what_its_times_are_divided_by(
+def test_times_are_divided_by_those_of_the_preset_above_step_by_step(
     peers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [row for row in peers.ROWS if row.name in ("Lightning", "lightning-solo, `baseline`")]
-    cost = {"lightning_trainer": 3.0, "lightning_solo_trainer": 2.0}
-    starts = {name: [seconds * number for number in range(10)] for name, seconds in cost.items()}
-    answer = {name: {"processor": times, "wall": times} for name, times in starts.items()}
-    monkeypatch.setattr(peers, "in_a_process", lambda part, row, sizes: answer[row.script])
+    names = ["lightning-solo, `baseline`", "Lightning", "lightning-solo, `baseline` with `early_zero_grad`", "PyTorch"]
+    rows = [row for row in peers.ROWS if row.name in names]
+    steps = {names[0]: [2.0, 4.0, 8.0], names[1]: [3.0, 2.0, 12.0], names[2]: [1.0] * 3, names[3]: [2.0] * 3}
+    answers = {name: {"processor": [9.0] * peers.WARM_UP + each} for name, each in steps.items()}
+    orders = []
+
+    def in_turns(group: list[Any], sizes: dict[str, int]) -> list[dict[str, Any]]:
+        orders.append([row.name for row in group])
+        return [{**answers[row.name], "wall": answers[row.name]["processor"]} for row in group]
+
+    monkeypatch.setattr(peers, "in_turns", in_turns)
     entries: dict[str, dict[str, Any]] = {row.name: {} for row in rows}
-    peers.time_rows(rows, entries, rounds=3, steps=10)
-    assert entries["Lightning"]["processor_ratio"] == [1.5, 1.5, 1.5]
-    assert entries["lightning-solo, `baseline`"]["processor_s"] == 2.0
+    for preset, group in peers.beside(rows).items():
+        peers.time_rows(preset, group, entries, rounds=2, steps=7)
+    assert orders == [names[:2], names[1::-1], names[2:], names[:1:-1]]
+    assert entries["Lightning"]["processor_ratio"] == [1.5, 1.5]
+    assert entries["Lightning"]["processor_s"] == 3.0
+    assert entries["PyTorch"]["wall_ratio"] == [2.0, 2.0]
+    assert "processor_ratio" not in entries[names[0]]
+
+
+def test_processes_take_turns_and_one_that_fails_stops_none(
+    peers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    log.touch()
+    body = """
+import json, os, sys, time
+name, steps, (go, ready) = json.loads(sys.argv[1])
+for step in range(steps):
+    os.write(ready, b".")
+    os.read(go, 1)
+    for word in ("begins", "ends"):
+        with open(sys.argv[2], "a") as file:
+            file.write(f"{name} {word}\\n")
+        time.sleep(0.01)
+if name == "fails":
+    raise ValueError("it failed")
+os.close(ready)
+print(json.dumps({"steps": steps}))
+"""
+
+    def begun(part: str, row: tuple[str, int], sizes: dict[str, int], turns: tuple[int, int]) -> Any:
+        command = [sys.executable, "-c", body, json.dumps([*row, turns]), str(log)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, pass_fds=turns, **pipes)
+
+    monkeypatch.setattr(peers, "begun", begun)
+    found = peers.in_turns([("a", 3), ("fails", 1), ("b", 3)], {})
+    assert found == [{"steps": 3}, {"error": "ValueError: it failed"}, {"steps": 3}]
+    turns = ["a", "fails", "b", "a", "b", "a", "b"]
+    assert log.read_text().splitlines() == [f"{name} {word}" for name in turns for word in ("begins", "ends")]
 
 
 @pytest.mark.long

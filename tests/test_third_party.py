@@ -23,17 +23,32 @@ def third_party(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("measure_third_party")
 
 
+def stored_results(name: str, has_gpu: bool) -> dict[str, str]:
+    """Return preset -> result of a module; with a GPU without those presets that were refused for want of one."""
+    return {
+        preset: found["result"]
+        for preset, found in STORED["modules"][name].items()
+        if not (has_gpu and found.get("why", "").startswith("CapabilityError"))
+    }
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of the libraries
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_trains_under_every_exact_preset_or_is_refused_with_its_reason(name: str, third_party: Any) -> None:
     pytest.importorskip(third_party.library_of(name))
+    assert set(STORED["modules"][name]) == set(third_party.exact_presets())
+    stored = stored_results(name, torch.cuda.is_available())
     state = torch.random.get_rng_state()
-    results = third_party.measure([name], third_party.exact_presets())[name]
+    results = third_party.measure([name], list(stored))[name]
     torch.random.set_rng_state(state)
-    assert {preset: result["result"] for preset, result in results.items()} == {
-        preset: result["result"] for preset, result in STORED["modules"][name].items()
-    }
+    assert {preset: result["result"] for preset, result in results.items()} == stored
+
+
+def test_a_machine_with_a_gpu_does_not_expect_the_refusals_of_one_without() -> None:
+    for name in MODULES:
+        assert stored_results(name, has_gpu=False)["fp16"] == "refused"
+        assert stored_results(name, has_gpu=False).keys() - stored_results(name, has_gpu=True).keys() == {"fp16"}
 
 
 def test_no_module_differs_or_fails_under_an_exact_preset_and_each_refusal_says_what_to_write() -> None:

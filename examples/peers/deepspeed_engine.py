@@ -14,7 +14,7 @@ def main(**options: Any) -> None:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29531",
+        "MASTER_PORT": "0",
     }
     config = {"train_micro_batch_size_per_gpu": project.BATCH, "gradient_clipping": project.CLIP, **options}
     model = project.model()

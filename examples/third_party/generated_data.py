@@ -141,18 +141,25 @@ def series_loader(covariates: bool = True) -> Any:
     return series_dataset(covariates).to_dataloader(train=True, batch_size=BATCH)
 
 
-def windows(context_length: int = 16, prediction_length: int = 4, series: int | None = None) -> DataLoader[Any]:
-    """Return a loader of windows with the inputs of gluonts' modules; with ``series``, of as many series each."""
+def windows(
+    context_length: int = 16, prediction_length: int = 4, series: int | None = None, time_last: bool = False
+) -> DataLoader[Any]:
+    """Return a loader of windows with the inputs of gluonts' modules.
+
+    With ``series`` windows have as many series each; ``time_last`` puts a time feature's dimension before the time.
+    """
     last = () if series is None else (series,)
+    one = (1, -1) if time_last else (-1, 1)
     columns = {
         "feat_static_cat": integers(1, ROWS, 1),
         "feat_static_real": draws(ROWS, 1),
-        "past_time_feat": draws(ROWS, context_length, 1),
+        "past_time_feat": draws(ROWS, context_length).unflatten(1, one),
         "past_target": draws(ROWS, context_length, *last).abs(),
         "past_observed_values": torch.ones(ROWS, context_length, *last),
-        "future_time_feat": draws(ROWS, prediction_length, 1),
+        "future_time_feat": draws(ROWS, prediction_length).unflatten(1, one),
         "future_target": draws(ROWS, prediction_length, *last).abs(),
         "future_observed_values": torch.ones(ROWS, prediction_length, *last),
+        "scale": torch.ones(ROWS, 1),
         "feat_dynamic_real": draws(ROWS, context_length + prediction_length, 1),
     }
     return loader_of(columns)
