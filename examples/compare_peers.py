@@ -80,12 +80,10 @@ def ours(name: str, work: str, preset: str, *overrides: str) -> Row:
 
 
 def deepspeed(**bf16: bool) -> dict[str, Any]:
-    """Return DeepSpeed's configuration of ZeRO-2 with states on the host."""
-    return {
-        "bf16": bf16,
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        "optimizer": {},
-    }
+    """Return DeepSpeed's configuration of ZeRO-2 with states on the host, and buffers that suit a small model."""
+    buckets = {"reduce_bucket_size": 2**20, "allgather_bucket_size": 2**20}
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, **buckets}
+    return {"bf16": bf16, "zero_optimization": zero, "optimizer": {}}
 
 
 ROWS = (
@@ -342,9 +340,9 @@ def answer_of(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Wait for a process; return what it has measured, or its error."""
     output, errors = process.communicate()
     if process.returncode:
-        lines = [line for line in errors.splitlines() if line.strip()] or [f"exit status {process.returncode}"]
         print(errors[-3000:], file=sys.stderr)
-        return {"error": next((line for line in reversed(lines) if "Error" in line), lines[-1])[:300]}
+        ended = f"the process ended with exit status {process.returncode}"
+        return {"error": next((line for line in reversed(errors.splitlines()) if "Error" in line), ended)[:300]}
     answer: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     return answer
 

@@ -417,7 +417,10 @@ class StepInBackward:
                     pairs = [(p, gradients.pop(p)) for p in parameters]
                     self._compact.step_many(pairs, self._compact.control(scale.float(), bound))
                     return
-                small = self._immediate.kernels_of(self._first.device).grouped_below
+                small: float = self._immediate.kernels_of(self._first.device).grouped_below
+                if hasattr(self.optimizer, "back_end") and bound == math.inf:  # these loop over parameters
+                    ready = all((gradients[p].dtype, gradients[p].device) == (p.dtype, p.device) for p in parameters)
+                    small = math.inf if ready else small
                 for bucket in buckets(parameters, small, Tensor.numel):
                     pairs = [(p, clamped(sums.on_device(p, gradients.pop(p)), bound)) for p in bucket]
                     self._immediate.step_pairs(pairs, factor)

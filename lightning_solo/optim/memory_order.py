@@ -33,7 +33,7 @@ def chunks(count: int, size: int) -> Iterator[slice]:
         yield slice(first, min(first + size, count))
 
 
-def buckets(things: Iterable[Thing], most: int, numel: Callable[[Thing], int]) -> Iterator[list[Thing]]:
+def buckets(things: Iterable[Thing], most: float, numel: Callable[[Thing], int]) -> Iterator[list[Thing]]:
     """Yield lists of small things that have at most ``most`` elements together; one of as many or more is alone."""
     bucket: list[Thing] = []
     total = 0

@@ -111,12 +111,15 @@ def _one_by_one(step_one: Callable[..., None], pairs: Pairs, scale: float | None
 
 
 def step_together(optimizer: Optimizer, pairs: Pairs, scale: float | None = None) -> None:
-    """Step some parameters by an optimizer's own ``step``, which skips parameters without a gradient."""
+    """Step some parameters by an optimizer's own ``step``, which skips parameters without a gradient.
+
+    The gradients are the caller's to give away: they are multiplied in place.
+    """
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")  # for a whole step, not for a part of it
     hooks = {name: getattr(optimizer, name) for name in names}
     try:
         for parameter, gradient in pairs:
-            parameter.grad = (gradient if scale is None else gradient * scale).to(parameter.dtype)
+            parameter.grad = (gradient if scale is None else gradient.mul_(scale)).to(parameter.dtype)
         for name in names:
             setattr(optimizer, name, OrderedDict())
         optimizer.step()

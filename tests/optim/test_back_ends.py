@@ -164,6 +164,28 @@ def test_released_is_unreleased(back_end: str, arguments: dict[str, Any]) -> Non
     assert not torch.equal(one[0].weight, net()[0].weight)
 
 
+@pytest.mark.parametrize("back_end", ON_CPU)
+def test_kept_gradients_are_scaled_in_place_and_stepped_together(
+    back_end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(512, 256), nn.Linear(256, 512))  # both above the size that is stepped alone
+    optimizer = converted(adamw(module), back_end=back_end)
+    seen: list[list[int]] = []
+    step = type(optimizer).step
+
+    def watched(self: Any, closure: Any = None) -> Any:
+        seen.append([p.grad.data_ptr() for p in module.parameters() if p.grad is not None])
+        return step(self, closure)
+
+    monkeypatch.setattr(type(optimizer), "step", watched)
+    with StepInBackward(optimizer, max_norm=1e-3) as release:
+        module(torch.randn(4, 512)).square().sum().backward()
+        kept = [release._sums[p].data_ptr() for p in module.parameters()]
+        release.step()
+    assert seen == [kept]
+
+
 @needs_torchao
 def test_released_is_unreleased_in_bf16_but_for_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     import torchao.optim.adam
