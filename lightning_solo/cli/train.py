@@ -136,6 +136,10 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
     if checked.solo.auto is not None:
         resumes = checkpoint is not None and cfg.resume != "override"
         solo, plan_checks = chosen(checked, folder / AUTO_FILE, resumes=resumes)
+        if resumes:
+            from lightning_solo.planner.auto import check_room
+
+            check_room(plan_checks[0].plan, checked.solo.auto)
         checked = replace(checked, solo=solo)
     often = checked.trainer.get("log_every_n_steps") or 50  # like other logs; 0 means never
     watch = [] if checked.solo.has("throughput") else [load_class(built_in_cards()["throughput"])(every_n_steps=often)]

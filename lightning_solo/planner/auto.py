@@ -23,10 +23,13 @@ from lightning_solo.planner.bases import (
     settings_of,
     solved_lines,
 )
+from lightning_solo.planner.device import device as device_of
+from lightning_solo.planner.device import this_device
 from lightning_solo.planner.plan import NEAR, NEAR_S, Plan, as_fast
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose, compose_all
+from lightning_solo.presets.devices import budget_bytes, budget_on
 from lightning_solo.units import format_bytes
 
 
@@ -101,6 +104,25 @@ def choose(
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     return chosen.preset, configs[chosen.preset], chosen
+
+
+def check_room(plan: Plan, settings: AutoSettings) -> None:
+    """Check that this machine has the memory that the plan of a resumed run needs.
+
+    Raises:
+        BudgetError: it hasn't; names both figures and the remedy.
+    """
+    target = this_device() if settings.device is None else device_of(settings.device)
+    budget = budget_on(target, budget_bytes(settings.budget), f"auto.budget={settings.budget}")
+    here = replace(plan, budget_bytes=budget, host_memory_bytes=host_memory()[0] if plan.host_bytes else None)
+    if here.missing_bytes:
+        needs = " and ".join(filter(None, (format_bytes(plan.needed_bytes), here.host_shortage)))
+        raise BudgetError(
+            f"auto: this run trains with {plan.preset}, which needs {needs}; {target.label} has {format_bytes(budget)}"
+            " here; write resume=override to plan the rest of the run anew",
+            plan.needed_bytes,
+            budget,
+        )
 
 
 def none_fits(plans: Sequence[Plan]) -> BudgetError:

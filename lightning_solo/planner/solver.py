@@ -148,6 +148,7 @@ class _Tables:
         self.mode_s = self.forward_s + self.backward_s + self.waits
         self.rows = np.arange(len(problem.calls))
         self.prices = self._prices()
+        self.groups = _equal_blocks(self)
 
     def _array(self, name: str) -> Any:
         return np.array(
@@ -444,7 +445,7 @@ def _program(
     chosen: list[tuple[list[int], dict[int, int]]] = []
     options_of: dict[int, dict[int, int]] = {}  # by call; of a group by its first call
     used: dict[int, dict[int, int]] = {}  # first call of a group -> mode -> whether a block has it
-    for blocks in _equal_blocks(tables):
+    for blocks in tables.groups:
         number, calls = blocks[0], np.flatnonzero(tables.block_of == blocks[0])
         first, options = int(calls[0]), dict[int, int]()
         above = np.maximum(tables.backward[first], tables.forward[first] - tables.kept[first])
@@ -547,6 +548,10 @@ def _program(
 # --- by a search ---
 
 
+_Move = tuple[list[int], int | None, int]
+"""Equal blocks, the mode that one of them has, None for any, and the mode that it gets."""
+
+
 def _by_search(tables: _Tables) -> tuple[Any, dict[str, float]]:
     """Return the best choice of a search by a price per byte, improved block by block; if none fits, the nearest.
 
@@ -604,21 +609,34 @@ def _priced(tables: _Tables, away: Mapping[str, float], weight: float) -> Any:
 
 
 def _improved(tables: _Tables, columns: Any, away: Mapping[str, float]) -> Any:
-    """Return a choice that no other mode of a block improves, from the last block on; of few blocks, of two blocks."""
-    rank, count = tables.rank(columns, away), len(columns)
-    modes = [np.flatnonzero(row) for row in tables.allowed]
-    ones = [((block, mode),) for block in reversed(range(count)) for mode in modes[block]]
-    twos = [one + other for one, other in combinations(ones, 2)] if count <= _PAIRS else []
+    """Return a choice that no other mode of a block improves, from the last on; with few groups, of two blocks."""
+    rank = tables.rank(columns, away)
+    ones: list[tuple[_Move, ...]] = []
+    for blocks in reversed(tables.groups):
+        modes = [int(mode) for mode in np.flatnonzero(tables.allowed[blocks[0]])]
+        befores: list[int | None] = [*modes] if len(blocks) > 1 else [None]
+        for before, mode in product(befores, modes):
+            ones.append(((blocks, before, mode),))
+    twos = [one + other for one, other in combinations(ones, 2)] if len(tables.groups) <= _PAIRS else []
     for changes in (ones, twos, ones):
         improved = True
         while improved:
             improved = False
             for change in changes:
-                other = columns.copy()
-                for block, mode in change:
-                    other[block] = mode
-                if (now := tables.rank(other, away)) < rank:
+                other = _changed(tables, columns, change)
+                if other is not None and (now := tables.rank(other, away)) < rank:
                     columns, rank, improved = other, now, True
+    return columns
+
+
+def _changed(tables: _Tables, columns: Any, change: tuple[_Move, ...]) -> Any:
+    """Return a choice after a change of one or two blocks; None if no block has the mode before."""
+    columns = columns.copy()
+    for blocks, before, mode in change:
+        places = [block for block in blocks if before is None or columns[block] == before]
+        if not places or before == mode:
+            return None
+        columns[places[-1]] = mode
     return columns
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_solo.planner.plan import Plan
-from tests.cli.commands import call
+from tests.cli.commands import call, signalled
+from tests.training import equal
 
 PROJECT = """
 import lightning as L
@@ -46,3 +50,45 @@ def test_a_run_and_the_one_that_continues_check_the_plan(tmp_path: Path) -> None
     said = f"checks: [('bf16', 'rtx_4090', {plan.peak_bytes})]"
     assert said in out
     assert said in call(tmp_path, "train", *ASKED, *AUTO, "trainer.max_steps=4", "resume=auto")
+
+
+def planned(folder: Path, *arguments: str) -> dict[str, dict[str, int]]:
+    """Return the plans of the command `plan`, by preset."""
+    out = call(folder, "plan", *arguments, "--json")
+    return {plan["preset"]: plan for plan in json.loads(out[out.index("{") : out.rindex("}") + 1])["plans"]}
+
+
+@pytest.mark.long
+def test_killed_run_of_a_solved_preset_resumes_to_the_bit(tmp_path: Path) -> None:
+    module = ["model=byte_gpt_tiny", "data.batch_size=32", "data.max_bytes=300000"]
+    named = [
+        *module,
+        "--device",
+        "cpu",
+        "--presets",
+        "baseline,checkpointing,solved",
+        "--save-preset",
+        "mine",
+        "--whole-batch",
+    ]
+    sizes = [
+        plan["needed_bytes"]
+        for plan in planned(tmp_path, *module, "--device", "cpu", "--presets", "baseline,checkpointing").values()
+    ]
+    solved = planned(tmp_path, *named, "--budget", f"{int(sum(sizes) / 2 * 1.05) // 1024}KiB")["solved"]
+    assert min(sizes) < solved["needed_bytes"] < max(sizes)
+    assert len(re.findall(r"(keep|products|recompute): ", (tmp_path / "conf/solo/mine.yaml").read_text())) > 1
+    every = ["trainer.val_check_interval=2", "data.validation_batches=1"]
+    train = ["train", *module, *every, "solo=mine", "trainer.max_steps=40"]
+    call(tmp_path, *train, "run=whole")
+    saved = tmp_path / "runs/killed/checkpoints/last.ckpt"
+    ended, output = signalled(tmp_path, *train, "run=killed", sent=signal.SIGKILL, ready=saved.exists)
+    assert ended == -signal.SIGKILL, output
+    assert torch.load(saved, weights_only=True)["global_step"] < 40
+    call(tmp_path, *train, "run=killed", "resume=auto")
+    whole, resumed = (
+        torch.load(tmp_path / f"runs/{run}/checkpoints/last.ckpt", weights_only=True) for run in ("whole", "killed")
+    )
+    assert whole["global_step"] == resumed["global_step"] == 40
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        assert equal(whole[part], resumed[part]), part

@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rich.console import Console
 from torch.utils.data import DataLoader
 
 from lightning_solo.attach import show, trainer_kwargs
-from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.configuration import AutoSettings, Configuration
 from lightning_solo.errors import BudgetError, CapabilityError, PlanError, PresetError
 from lightning_solo.planner import auto
 from lightning_solo.planner.auto import (
@@ -248,6 +249,17 @@ def test_written_fields_compose_to_the_same_preset(
     (tmp_path / "conf/solo").mkdir(parents=True)
     (tmp_path / "conf/solo/written.yaml").write_text(preset_file(fields_of(config), "Written."))
     assert compose("written") == config
+
+
+def test_resumed_run_needs_the_memory_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "host_memory", lambda: (8 * GiB, 0))
+    plan = planned("solved", needed=3 * GiB, device="rtx_4090", host_bytes=6 * GiB)
+    room = AutoSettings(device="rtx-4090", budget="4GiB")
+    auto.check_room(plan, room)
+    with pytest.raises(BudgetError, match=mentions("solved", "3.00 GiB", "2.00 GiB", "resume=override")):
+        auto.check_room(plan, replace(room, budget="2GiB"))
+    with pytest.raises(BudgetError, match=mentions("9.00 GiB", "8.00 GiB", "resume=override")):
+        auto.check_room(replace(plan, host_bytes=9 * GiB), room)
 
 
 # --- what it may be told ---

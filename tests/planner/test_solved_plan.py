@@ -236,7 +236,7 @@ def traced(make: Callable[[], Any], batch: Any, preset: str) -> Problem:
 def problems() -> dict[str, Problem]:
     gpt = partial(ByteGPT, width=128, depth=12, heads=2, context=64, warmup_steps=2)
     return {
-        "unequal": traced(partial(Uneven, SIZES), torch.zeros(4096, 64), "compact"),
+        "unequal": traced(partial(Uneven, SIZES), torch.zeros(16384, 64), "compact"),
         "equal": traced(gpt, text(64), "compact"),
     }
 
