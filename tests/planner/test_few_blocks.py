@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_solo.cards.configuration import Target
 from lightning_solo.planner import capture as capturing
 from lightning_solo.planner import few_blocks
 from lightning_solo.planner.bases import with_modes
@@ -127,6 +129,15 @@ def test_forward_of_all_blocks_is_traced_once_for_presets_of_one_precision(monke
         planner.plan("", config)
     assert len(planner._traces) == 2
     assert forwards == ["whole"]
+
+
+def test_forward_of_all_blocks_is_traced_for_each_preset_with_other_objects() -> None:
+    planner = Planner(gpt, characters()[:1], {}, device("rtx-4090"), MiB)
+    config = compose("baseline")
+    other = Target("callback.other", {"_target_": "mine.Other"}, ("mine",))
+    arranged = [arrange(each, {}) for each in (config, replace(config, foreign=(other,)))]
+    blocks = [planner._block_traces(each, partial(planner._captured, each, 1)) for each in arranged]
+    assert [each._precision for each in blocks] == ["32-true", ""]
 
 
 class UnlikeOne(Stack):

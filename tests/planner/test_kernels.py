@@ -8,11 +8,14 @@ import lightning.pytorch as L
 import pytest
 import torch
 
+from lightning_solo.nn import quantized
 from lightning_solo.optim import adamw_update, compressed_moments, cpu_kernel, split_weights
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.planner.capture import Trace, capture
+from lightning_solo.planner.fake_modules import fake_mode, known_numbers
+from lightning_solo.planner.kernels import planned_kernels
 from lightning_solo.planner.rules import arrange
-from lightning_solo.planner.tracer import Cost
+from lightning_solo.planner.tracer import Cost, Tracer
 from lightning_solo.presets.compose import compose
 from tests.conftest import long
 from tests.modules import Stack, regression
@@ -126,3 +129,13 @@ def test_cpp_step_moves_each_tensor_once(monkeypatch: pytest.MonkeyPatch) -> Non
         large = torch.empty(2048, 512, dtype=torch.bfloat16)
         assert step.count(moved(large)) >= 2
     assert fake.log.peak()[0] == real.log.peak()[0]
+
+
+def test_table_of_quantized_weights_has_no_numbers_in_a_plan() -> None:
+    with fake_mode(), known_numbers():
+        table: Any = quantized._table(torch.device("cpu"))
+        with planned_kernels(Tracer(torch.nn.Identity()), cuda=True):
+            planned: Any = quantized._table(torch.device("cpu"))
+    assert table.constant is not None  # so that each view of it would be computed
+    assert planned.constant is None
+    assert (planned.shape, planned.dtype) == (table.shape, table.dtype)
