@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -83,6 +83,20 @@ class PresetGuard(Callback):
     def _has_engine(self) -> bool:
         return self.configuration is not None and bool(self.configuration.engine)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse different numbers of batches in processes."""
+        self._require_equal(trainer.num_val_batches, "validation")
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse different numbers of batches in processes."""
+        self._require_equal(trainer.num_test_batches, "test")
+
+    def _require_equal(self, numbers: Sequence[int | float], of: str) -> None:
+        if self._has_engine:
+            remedy = "write DataLoader(drop_last=True), or split an iterable data set into equal parts"
+            each = [int(min(number, 2**62)) for number in numbers]
+            agreed(each[0] if len(each) == 1 else each, f"the number of {of} batches", remedy)
+
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the strategy's method."""
         self._undo.close()
@@ -112,9 +126,7 @@ class PresetGuard(Callback):
             CheckpointError: the checkpoint was saved with compact states, and this run has none.
             ConflictError: processes have different numbers of batches, and would wait for one another.
         """
-        if self._has_engine:
-            remedy = "write DataLoader(drop_last=True), or split an iterable data set into equal parts"
-            agreed(int(min(trainer.num_training_batches, 2**62)), "the number of training batches", remedy)
+        self._require_equal([trainer.num_training_batches], "training")
         for optimizer in trainer.optimizers:
             require_plain_states(optimizer)
         run = getattr(trainer.strategy, "solo_run", None)
@@ -141,7 +153,9 @@ class PresetGuard(Callback):
         self._is_first = False
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Add the presets that would fit to the message of a BudgetError."""
+        """Tell other processes of the failure; add the presets that would fit to the message of a BudgetError."""
+        if (peers := getattr(trainer.strategy, "peers", None)) is not None:
+            peers.failed(exception)
         self._undo.close()
         if self._advise is None or not isinstance(exception, BudgetError):
             return

@@ -54,7 +54,7 @@ def is_installed(package: str) -> bool:
 def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     """Return (total, available) bytes of the host for this process.
 
-    The limits of its control groups count, and its share of the host if it is one of several jobs of a sweep. Page
+    The limits of its control groups count, and its share of the host if it is one of several jobs or ranks. Page
     cache counts as available: the kernel gives it back before anything fails.
 
     Args:
@@ -70,12 +70,29 @@ def host_memory(root: Path = Path("/")) -> tuple[int, int]:
     return total, max(available, 0)
 
 
+def process_start(pid: int) -> int:
+    """Return the second at which a process of this machine started, the same in all processes."""
+    (boot,) = (line.split()[1] for line in _text(Path("/proc/stat")).splitlines() if line.startswith("btime"))
+    ticks = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[19]
+    return int(boot) + int(ticks) // os.sysconf("SC_CLK_TCK")
+
+
+def host_share(processes: int) -> int:
+    """Return this process's share of the host, in bytes, if so many begin to use it now; for `HOST_SHARE`."""
+    return host_memory()[1] // processes + _resident(Path("/"))
+
+
+def _resident(root: Path) -> int:
+    """Return the bytes of host memory that only this process has."""
+    resident, shared = map(int, _text(root / "proc/self/statm").split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _share(root: Path) -> Iterator[tuple[int, int]]:
     """Yield (limit, used) bytes of this process's share of the host, if `HOST_SHARE` sets one."""
-    share, pages = os.environ.get(HOST_SHARE, ""), _text(root / "proc/self/statm").split()
-    if share.isdigit() and pages:
-        resident, shared = map(int, pages[1:3])
-        yield int(share), (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    share = os.environ.get(HOST_SHARE, "")
+    if share.isdigit() and (root / "proc/self/statm").is_file():
+        yield int(share), _resident(root)
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:

@@ -48,7 +48,7 @@ class Parameter:
         if not accepts(self.kind, value):
             return f"expected {self._expected()}"
         if self.allowed and value not in self.allowed:
-            return f"write {', '.join(map(repr, self.allowed))}"
+            return f"write {self._expected()}"
         if isinstance(value, float) and not math.isfinite(value):
             return f"expected {describe(self.kind)} that is finite"
         if self.at_least is not None and isinstance(value, int | float) and value < self.at_least:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from lightning_solo.atomic_files import link_outwards, write_json
 from lightning_solo.checkpoint.damage import LAST
 from lightning_solo.checkpoint.lock import lock
 from lightning_solo.errors import CheckpointError, ConflictError, PresetError
-from lightning_solo.machine import VERSIONS, versions
+from lightning_solo.machine import VERSIONS, process_start, versions
 from lightning_solo.presets import old_spellings
 from lightning_solo.presets.files import leaves
 
@@ -35,6 +37,25 @@ def is_first_rank() -> bool:
     """Return whether this process is the first of its run, by the variables of Lightning, torchrun and SLURM."""
     names = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
+
+
+def name_by_launcher() -> str | None:
+    """Return a run's name that all processes of torchrun or SLURM know; None if neither has started this one.
+
+    Raises:
+        PresetError: torchrun on several machines has no ``--rdzv-id``.
+    """
+    given = os.environ
+    if int(given.get("WORLD_SIZE", "1")) > 1 and (run_id := given.get("TORCHELASTIC_RUN_ID")):
+        if run_id != "none":
+            return re.sub(r"[^\w.-]", "_", f"torchrun-{run_id}")
+        if given.get("LOCAL_WORLD_SIZE") != given["WORLD_SIZE"]:
+            raise PresetError("run: torchrun gives its processes no common name; write run=<name>")
+        started = process_start(os.getppid())  # of torchrun
+        return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started))
+    if int(given.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in given and (job := given.get("SLURM_JOB_ID")):
+        return f"slurm-{job}.{given.get('SLURM_STEP_ID', '0')}"
+    return None
 
 
 class RunFolder:

@@ -42,7 +42,7 @@ from lightning_solo.cli.command_line import (
     composed_once,
     split,
 )
-from lightning_solo.cli.run_folder import RunFolder, is_first_rank
+from lightning_solo.cli.run_folder import RunFolder, is_first_rank, name_by_launcher
 from lightning_solo.errors import CheckpointError, PresetError, SoloError, nearest
 from lightning_solo.presets.compose import VERSION_BASE
 from lightning_solo.presets.files import conf_folder
@@ -79,11 +79,13 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def as_given(arguments: Sequence[str]) -> list[str]:
-    """Return the user's arguments, and the run's name, in a process that Lightning started for a further device.
+    """Return the user's arguments, with the name of the run if its processes wouldn't choose the same one.
 
     Lightning starts it with the command of the first process and three overrides: ``hydra.run.dir`` of the first,
     ``hydra.job.name=train_ddp_process_1`` and ``hydra.output_subdir=null``.
     """
+    if not any(text.startswith("run=") for text in arguments) and (name := name_by_launcher()) is not None:
+        return [*arguments, f"run={name}"]
     if is_first_rank() or not any(text.startswith("hydra.job.name=train_ddp_process_") for text in arguments):
         return list(arguments)
     *given, folder = arguments[:-2]
@@ -207,8 +209,9 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
             f"nothing was trained: the run had finished, after {trainer.global_step} steps; to go on, write a larger"
             " trainer.max_steps or trainer.max_epochs"
         )
+    peaks = largest_peaks(trainer)
     if trainer.is_global_zero:
-        print_summary(trainer, data, folder, time.monotonic() - started)
+        print_summary(trainer, data, folder, time.monotonic() - started, peaks)
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
 
 
@@ -453,9 +456,18 @@ def _say_interrupted(trainer: Any, run_folder: RunFolder) -> None:
         console.print(f"resume with: lightning-solo train {again}", style="bold", soft_wrap=True, highlight=False)
 
 
-def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None:
-    """Print the final table of metrics and costs, and the paths of the written files."""
+def largest_peaks(trainer: Any) -> dict[str, int | None]:
+    """Return the peaks of device and host memory, in bytes, of the process that took most; all must call it."""
     from lightning_solo.memory.reading import read
+    from lightning_solo.seams.engines import largest
+
+    reading = read(trainer.strategy.root_device)
+    peaks = {"device": reading.peak_allocated, "this process": reading.peak_resident}
+    return largest(trainer, peaks)
+
+
+def print_summary(trainer: Any, data: Any, folder: Path, seconds: float, peaks: Mapping[str, int | None]) -> None:
+    """Print the final table of metrics and costs, and the paths of the written files; ``peaks``: of memory."""
     from lightning_solo.sweeps.observer import figures
 
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -466,10 +478,8 @@ def print_summary(trainer: Any, data: Any, folder: Path, seconds: float) -> None
     unigram = getattr(data, "unigram_perplexity", None)
     if unigram is not None:
         cells.append((Cell("perplexity of byte frequencies alone"), Cell(f"{unigram:.4f}", unigram)))
-    reading = read(trainer.strategy.root_device)
-    where, peak = (
-        ("device", reading.peak_allocated) if reading.peak_allocated else ("this process", reading.peak_resident)
-    )
+    where = "device" if peaks["device"] else "this process"
+    peak = peaks[where]
     cells.append((Cell(f"peak memory, {where}"), size(peak or 0)))
     cells += [(Cell(name), Cell(f"{value:,.2f}", value)) for name, value in figures(trainer).items()]
     title = f"{folder.name}: {trainer.global_step} optimizer steps in {seconds:.0f} s"

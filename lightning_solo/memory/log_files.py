@@ -22,7 +22,8 @@ def not_below_a_folder(value: str) -> str | None:
 def path_below_logs(trainer: Any, path: str, option: str, instead: str) -> Path | None:
     """Return ``path`` below a Trainer's log directory, with symbolic links resolved.
 
-    Return None for a remote directory, with a warning that contains ``instead``, which names a replacement of the file.
+    Return None in a process that isn't the run's first, and for a remote directory, with a warning that contains
+    ``instead``, which names a replacement of the file.
 
     Raises:
         PresetError: the path is outside the directory; the message names ``option``.
@@ -35,4 +36,4 @@ def path_below_logs(trainer: Any, path: str, option: str, instead: str) -> Path 
     target = (base / path).resolve()
     if not target.is_relative_to(base):
         raise PresetError(f"{option}={path!r}: leads outside the log directory {base}, to {target}; {ALLOWED}")
-    return target
+    return target if trainer.is_global_zero else None

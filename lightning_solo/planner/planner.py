@@ -22,6 +22,7 @@ from lightning_solo.planner.device import Device, assumed
 from lightning_solo.planner.few_blocks import BlockTraces, Captured, FewBlocks
 from lightning_solo.planner.notes import resolved
 from lightning_solo.planner.plan import TIGHT, Plan, verdict_of
+from lightning_solo.planner.ranks import Groups, of_rank
 from lightning_solo.planner.replay import Capacities, peak_allocated
 from lightning_solo.planner.rules import Arrangement, arrange
 from lightning_solo.planner.step_time import step_schedule, step_seconds
@@ -55,6 +56,7 @@ class Planner:
         self._examples = examples(self.batch)
         self.micro_batch = self.micro_batch or self._examples
         self._traces: dict[str, ScalableTrace] = {}
+        self._shares: dict[str, Groups] = {}  # of a module's blocks, by the setting that names them
 
     @cached_property
     def _blocks(self) -> FewBlocks:
@@ -152,7 +154,14 @@ class Planner:
         if arranged.states is not None:
             window = max(arranged.accumulation, arranged.window)
             trace = _with_buffers(trace, *arranged.states.buffers(trace.sizes, arranged.precision, window))
+        if arranged.ranks is not None and arranged.processes > 1:
+            trace = of_rank(trace, arranged.ranks, arranged.processes, self._groups(arranged.ranks.blocks))
         return self._with_batches(trace, arranged, size)
+
+    def _groups(self, blocks: Any) -> Groups:
+        if (key := repr(blocks)) not in self._shares:
+            self._shares[key] = Groups.of(self.make, blocks)
+        return self._shares[key]
 
     def _with_batches(self, trace: Trace, arranged: Arrangement, size: int) -> Trace:
         """Return the trace with the prefetched batches, and on a GPU also the current one.

@@ -30,6 +30,7 @@ class Arrangement(Tracing):
         released: whether gradients are released in backward, small ones in groups.
         mixed: whether blocks have several modes.
         foreign: whether objects are attached that are no techniques.
+        processes: number of an engine's processes; 1 if it is unknown.
         answers: whether the host has room for something, by its name, as far as techniques asked in a trace.
     """
 
@@ -38,6 +39,7 @@ class Arrangement(Tracing):
     released: bool = False
     mixed: bool = False
     foreign: bool = False
+    processes: int = 1
     answers: dict[str, bool] = field(default_factory=dict)
 
 
@@ -74,6 +76,15 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
         assumption = "16-mixed is planned as bf16-mixed: the sizes are the same, no step is skipped"
         tracing = replace(tracing, precision="bf16-mixed", assumptions=(*tracing.assumptions, assumption))
 
+    processes = processes_of(config, trainer) if tracing.ranks is not None else 1
+    if tracing.ranks is not None:
+        assumption = (
+            f"planned for each of {processes} processes; seconds without their communication"
+            if processes > 1
+            else f"{config.engine}: planned for one process alone; devices=2 plans one of two"
+        )
+        tracing = replace(tracing, assumptions=(*tracing.assumptions, assumption))
+
     window = WINDOW if tracing.splits else min(tracing.accumulation, WINDOW)
 
     def arguments(named: Callable[[str], str | None] = str) -> dict[str, Any]:
@@ -93,8 +104,16 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
         window=window,
         released=released,
         foreign=bool(config.foreign),
+        processes=processes,
         mixed=any(len(list(filter(None, _modes(part).values()))) > 1 for part in attached),
     )
+
+
+def processes_of(config: Configuration, trainer: Mapping[str, Any]) -> int:
+    """Return the number of an engine's processes, of the preset or the Trainer; 1 if it is unknown."""
+    devices = config.devices if config.devices is not None else trainer.get("devices")
+    count = len(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else devices
+    return max(count, 1) * int(trainer.get("num_nodes") or 1) if isinstance(count, int) else 1
 
 
 def _modes(part: Chosen | Target) -> Mapping[str, Sequence[str]]:

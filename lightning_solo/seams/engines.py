@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import ConflictError, SoloError
+from lightning_solo.machine import HOST_SHARE, host_share
+from lightning_solo.processes import environment
 from lightning_solo.seams import patches
 from lightning_solo.seams.homes import OfEitherHome
 
@@ -23,7 +28,7 @@ ENGINE_OF = {
 }
 """Name of Lightning's strategy for several devices -> engine by which cards know it."""
 GRACE_S = 10.0
-"""Seconds that a process may take to end its run after the first process has ended."""
+"""Seconds that a process may take to end its run after the first process has ended, or after it has failed."""
 
 
 def engine_of(strategy: Any) -> str:
@@ -41,6 +46,8 @@ class SeveralDevices(OfEitherHome):
     """
 
     _stack: ExitStack | None = None  # what ends with a run
+    peers: Peers | None = None
+    """The processes of the current run."""
 
     @property
     def is_alone(self) -> bool:
@@ -54,16 +61,18 @@ class SeveralDevices(OfEitherHome):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without the open group."""
-        return {**super().__getstate__(), "_stack": None}  # type: ignore[dict-item]
+        return {**super().__getstate__(), "_stack": None, "peers": None}  # type: ignore[dict-item]
 
     def setup_environment(self) -> None:
         """Start the processes' group, and keep the order of the loaders' items."""
         self._close()
-        this, self._stack = self, ExitStack()
-        trainer = this.lightning_module.trainer  # type: ignore[attr-defined]
+        this: Any = self
+        self._stack = ExitStack()
+        trainer = this.lightning_module.trainer
         alone = patches.without_distributed_sampler if self.is_alone else patches.samplers_kept_in_order
         self._stack.enter_context(alone(trainer))
-        self._stack.enter_context(ends_with_its_parent())
+        self.peers = self._stack.enter_context(Peers())
+        self._stack.enter_context(share_of_host(this.num_processes))
         super().setup_environment()  # type: ignore[misc]
 
     def open_alone(self, backend: str) -> None:
@@ -87,31 +96,89 @@ class SeveralDevices(OfEitherHome):
 
 
 @contextmanager
-def ends_with_its_parent() -> Iterator[None]:
-    """End a process that isn't a machine's first, within the context, soon after the one that started it.
+def share_of_host(processes: int) -> Iterator[None]:
+    """Give this process its part of the host's memory, in a context; a rank of a sweep's job has its own already."""
+    if processes == 1 or HOST_SHARE in os.environ:
+        yield
+    else:
+        with environment({HOST_SHARE: str(host_share(processes))}):
+            yield
 
-    It may wait for that one in a collective. Lightning ends the first process after any other.
+
+class Peers:
+    """The processes of a run. One ends within a minute of another's failure, also if it waits for others.
+
+    A process that isn't a machine's first ends soon after the first one, for which it may wait in a collective.
+    Lightning ends the first one after any other. A process that fails tells the others of it by the group's store.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        yield
-        return
-    parent, left = os.getppid(), threading.Event()
 
-    def watch() -> None:
-        while not left.wait(1.0):
-            if os.getppid() != parent and not left.wait(GRACE_S):
-                print("the first process has ended, and so does this one, which waits for it", file=sys.stderr)
-                sys.stderr.flush()
-                os._exit(1)  # the main thread may wait in a collective
+    _runs = itertools.count()
 
-    threading.Thread(target=watch, name="ends with its parent", daemon=True).start()
-    try:
-        yield
-    finally:
-        left.set()
+    def __init__(self) -> None:
+        self._left = threading.Event()
+        self._key = f"lightning_solo/failure_of_run_{next(self._runs)}"
+
+    def __enter__(self) -> Peers:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            self._start(self._watch_parent, os.getppid())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=target, args=args, name="peers", daemon=True).start()
+
+    def _watch_parent(self, parent: int) -> None:
+        while not self._left.wait(1.0):
+            if os.getppid() != parent and not self._left.wait(GRACE_S):
+                self._end("the first process has ended, and so does this one, which waits for it")
+
+    def failed(self, exception: BaseException) -> None:
+        """End this process soon, unless the run ends first or all processes have failed.
+
+        If another process failed before, the message of an error of torch begins with that failure.
+        """
+        if self._left.is_set() or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+            return
+        rank, store = torch.distributed.get_rank(), _get_default_store()
+        own = first = f"rank {rank} failed first: {''.join(traceback.format_exception_only(exception)).strip()}"
+        with suppress(RuntimeError):  # the process with the store has ended
+            first = store.compare_set(self._key, "", own).decode()
+            store.add(f"{self._key}/count", 1)
+        if first != own and isinstance(exception, RuntimeError) and not isinstance(exception, SoloError):
+            exception.args = (f"{first}\n{exception}",)
+        self._start(self._end_alone, store, exception)
+
+    def _end_alone(self, store: Any, exception: BaseException) -> None:
+        for _ in range(int(2 * GRACE_S)):
+            if self._left.wait(1.0):
+                return
+            with suppress(RuntimeError):
+                if store.add(f"{self._key}/count", 0) == torch.distributed.get_world_size():
+                    return  # all clean up together
+        traceback.print_exception(exception)
+        self._end("this process has failed, and ends, since it waits for others that haven't")
+
+    def _end(self, reason: str) -> None:
+        print(reason, file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # the main thread may wait in a collective
 
 
-def agreed(value: int | float | bool, what: str, remedy: str) -> None:
+def largest(trainer: Any, values: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Return the largest of each value in a run's processes; None where no process has it. All must call it."""
+    if trainer.world_size == 1 or not torch.distributed.is_initialized():
+        return dict(values)
+    each: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(each, dict(values))
+    return {
+        name: max((one[name] for one in each if one.get(name) is not None), default=None)
+        for name in dict.fromkeys(name for one in each for name in one)
+    }
+
+
+def agreed(value: object, what: str, remedy: str) -> None:
     """Require that a value is the same in all processes. All must call it.
 
     Raises:

@@ -17,7 +17,7 @@ from lightning_solo.cards.settings import TechniqueSettings
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.processes import environment
 from lightning_solo.seams import patches
-from lightning_solo.seams.engines import ends_with_its_parent
+from lightning_solo.seams.engines import Peers, share_of_host
 from lightning_solo.seams.homes import OfEitherHome
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.strategy import begin, run_of
@@ -69,6 +69,7 @@ class ZeroStrategy(Base):
         super(TechniqueSettings, self).__init__(  # type: ignore[misc]
             config=self.new_config(), exclude_frozen_parameters=self.exclude_frozen_parameters, **arguments
         )
+        self.peers: Peers | None = None  # the processes of the current run
         self._opened_group: bool | None = None  # False: the user opened the process group
         self._stack = ExitStack()
         self._run: EngineRun | None = None
@@ -93,7 +94,14 @@ class ZeroStrategy(Base):
         state = super().__getstate__()
         if self._run is not None:
             state |= {"_lightning_module": None, "_model": None, "_optimizers": [], "lr_scheduler_configs": []}
-        return state | {"_run": None, "_fitted": None, "_opened_group": None, "_clipped": False, "_stack": ExitStack()}
+        return state | {
+            "_run": None,
+            "_fitted": None,
+            "_opened_group": None,
+            "_clipped": False,
+            "_stack": ExitStack(),
+            "peers": None,
+        }
 
     # --- the processes ---
 
@@ -171,7 +179,8 @@ class ZeroStrategy(Base):
             self._process_group_backend = self._get_process_group_backend()
             self._opened_group = open_process_group(self._process_group_backend) or bool(self._opened_group)
         else:
-            self._stack.enter_context(ends_with_its_parent())
+            self.peers = self._stack.enter_context(Peers())
+            self._stack.enter_context(share_of_host(self.num_processes))
             with nothing_compiled_for_communication():
                 self._init_deepspeed_distributed()
 

@@ -12,7 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection, wait
 
@@ -35,7 +36,11 @@ def run_ranks(devices: int, work: Callable[[int], int]) -> int:
     """
     if devices == 1:
         return work(0)
-    port = _free_port()
+    with reserved_port() as port:
+        return _run(devices, work, port)
+
+
+def _run(devices: int, work: Callable[[int], int], port: int) -> int:
     ranks: dict[int, Child] = {}
     for rank in range(devices):
         child = fork(partial(_rank, work, rank, devices, port))
@@ -70,7 +75,10 @@ def _rank(work: Callable[[int], int], rank: int, devices: int, port: int, _: Con
         sys.stderr.flush()
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a port that is taken in this context, but for a listener that reuses addresses, as torch's store does."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])

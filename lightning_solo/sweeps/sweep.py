@@ -187,6 +187,9 @@ class Sweep:
             while waiting or running:
                 while waiting and len(running) < (self.settings.parallel or 1) and not self._stops():
                     if self.wanted(waiting[0].job):
+                        if (reason := self._unplanned(waiting[0].job)) is not None:
+                            self._ended(waiting, waiting.popleft(), End(1, not_started=reason))
+                            continue
                         gpus = place(waiting[0], running.values(), self.gpus, self.settings)
                         if gpus is None:  # until a running job ends; the next ones don't overtake
                             break
@@ -240,6 +243,14 @@ class Sweep:
         threads = max(len(os.sched_getaffinity(0)) // parallel, 1)
         given = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
         return {HOST_SHARE: str(host_memory()[1] // parallel), "OMP_NUM_THREADS": str(threads), **given}
+
+    def _unplanned(self, job: Job) -> str | None:
+        """Return why the application can't plan a job that is packed by its plan; None if it can."""
+        try:
+            job.planned_bytes()
+        except Exception as error:  # of any kind, of the user's function
+            return f"planned_bytes raised {type(error).__name__}: {error}"
+        return None
 
     def _check_signals(self) -> None:
         if self._signals:

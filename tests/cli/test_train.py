@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -238,13 +239,50 @@ def test_a_further_process_gets_the_users_arguments_and_the_folder_of_the_first(
     assert as_given(of_lightning) == of_lightning  # refused as any user's
 
 
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "ab/c", "WORLD_SIZE": "2"}, "run=torchrun-ab_c"),
+        ({"TORCHELASTIC_RUN_ID": "ab/c", "WORLD_SIZE": "1"}, None),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3"}, "run=slurm-12.3"),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_ID": "12"}, None),
+    ],
+)
+def test_processes_of_a_launcher_have_one_name_for_their_run(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], name: str | None
+) -> None:
+    for each in os.environ:
+        if each.startswith(("SLURM_", "TORCHELASTIC_")) or each in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+            monkeypatch.delenv(each)
+    for each, value in variables.items():
+        monkeypatch.setenv(each, value)
+    assert as_given(["solo=ddp"]) == ["solo=ddp", *filter(None, [name])]
+    assert as_given(["run=noon"]) == ["run=noon"]
+
+
+def test_processes_of_torchrun_without_a_name_take_the_time_at_which_it_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variables = {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for each, value in variables.items():
+        monkeypatch.setenv(each, value)
+    child = "from lightning_solo.cli.run_folder import name_by_launcher; print(name_by_launcher())"
+    names = {subprocess.check_output([sys.executable, "-c", child], text=True).strip() for _ in range(2)}
+    (name,) = names
+    started = time.mktime(time.strptime(name, "%Y-%m-%d_%H-%M-%S"))
+    assert 0 <= time.time() - started < 86400
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(PresetError, match=mentions("write run=")):
+        as_given(["solo=ddp"])
+
+
 @pytest.mark.long
 def test_a_run_on_two_devices_has_one_folder_and_leaves_out_what_the_engine_refuses(tmp_path: Path) -> None:
     arguments = ["solo=ddp", "solo.devices=2", "+trainer.accelerator=cpu", "trainer.max_steps=3"]
     output = train(tmp_path, *QUICK, *arguments)
     (folder,) = (tmp_path / "runs").iterdir()
     assert steps_of(folder) == 3
-    assert len(lines_with(output, "finite_guard", "left out", "ddp")) == 1
+    assert len(lines_with(output, "exact_resume", "left out", "ddp")) == 1
     assert len(lines_with(output, "safe_checkpoint", "costs")) == 1
     assert len(lines_with(output, "3 optimizer steps")) == 1
 

@@ -88,7 +88,8 @@ class Losses(L.Callback):
         self.values: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.values.append(float(trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean")))
+        if "loss" in outputs:  # else its step was skipped
+            self.values.append(float(trainer.strategy.reduce(outputs["loss"].detach().clone(), reduce_op="mean")))
 
 
 def texts(batch_size: int, rows: int = 32) -> DataLoader[Any]:
@@ -110,6 +111,7 @@ def trained(
     devices: int = 2,
     module: Any = None,
     batches: Any = None,
+    validation: Any = None,
     callbacks: Sequence[Any] = (),
     ckpt_path: Any = None,
     **arguments: Any,
@@ -118,7 +120,13 @@ def trained(
     losses = Losses()
     ours = solo.trainer_kwargs(preset, callbacks=[*callbacks, losses])
     trainer = L.Trainer(**{**QUIET, "default_root_dir": str(folder), "devices": devices, **ours, **arguments})
-    trainer.fit(module or gpt(), batches or texts(8 // devices), ckpt_path=ckpt_path, weights_only=ckpt_path and True)
+    trainer.fit(
+        module or gpt(),
+        batches or texts(8 // devices),
+        validation,
+        ckpt_path=ckpt_path,
+        weights_only=ckpt_path and True,
+    )
     return trainer, losses.values
 
 
@@ -164,28 +172,33 @@ def resumed(folder: Path, *sources: str) -> dict[str, Any]:
 
 
 class Noisy(ByteGPT):
-    """A byte GPT with buffers that are random in each process."""
+    """A byte GPT with buffers that are random in each process, one of them expanded, if it may be."""
 
-    def __init__(self) -> None:
+    def __init__(self, expands: bool) -> None:
         torch.manual_seed(int(os.environ.get("LOCAL_RANK", "0")))
         super().__init__(width=32, depth=1, heads=2, context=16, warmup_steps=1)
         self.register_buffer("noise", torch.randn(2, 4).T)
         self.register_buffer("mask", torch.randn(16) > 0)
-        self.register_buffer("count", torch.tensor(3).expand(2))
+        if expands:
+            self.register_buffer("count", torch.tensor(3).expand(2))
 
 
-def buffers(folder: Path) -> list[Any]:
-    """Return each process's buffers after a step under `fsdp`, and those of a new module in each."""
-    end = BuffersAtEnd()
-    trained("fsdp", folder, module=Noisy(), callbacks=[end], max_steps=1)
-    return end.each
+def buffers(folder: Path) -> dict[str, list[Any]]:
+    """Return each process's buffers after a step under each engine, and those of a new module in each."""
+    ends = {engine: BuffersAtEnd(engine == "fsdp") for engine in ENGINES}  # torch's DDP can't send an expanded one
+    for engine, end in ends.items():
+        trained({"strategy": ENGINES[engine]}, folder, module=Noisy(end.expands), callbacks=[end], max_steps=1)
+    return {engine: end.each for engine, end in ends.items()}
 
 
 class BuffersAtEnd(L.Callback):
     """Collects the buffers of all processes when training ends, and those that their modules were made with."""
 
+    def __init__(self, expands: bool) -> None:
+        self.expands = expands
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        now, before = (dict(module.named_buffers()) for module in (pl_module, Noisy()))
+        now, before = (dict(module.named_buffers()) for module in (pl_module, Noisy(self.expands)))
         self.each: list[Any] = [None, None]
         torch.distributed.all_gather_object(self.each, [now, before])
 
@@ -195,14 +208,21 @@ def rank() -> int:
 
 
 def uneven(folder: Path) -> dict[str, str]:
-    """Return the refusals of four batches in the first process and six in the second, and of two parts and four."""
+    """Return the refusals of four batches in the first process and six in the second, and of two parts and four.
+
+    ``parts``: of two parts of a batch in the first process, and four in the second.
+    """
     batches = [({"strategy": settings}, texts(4, rows=16 + 8 * rank())) for settings in ENGINES.values()]
     in_parts = {"strategy": ENGINES["ddp"], "callback": {"micro_batching": {"micro_batch": 2}}}
     parts = (in_parts, texts(4 + 4 * rank(), rows=16 + 16 * rank()))
+    validation = [(preset, None, each) for preset, each in batches]
+    runs = [*((preset, each, None) for preset, each in [*batches, parts]), *validation]
     messages = {}
-    for name, (preset, each) in zip([*ENGINES, "parts"], [*batches, parts], strict=True):
+    for name, (preset, each, other) in zip(
+        [*ENGINES, "parts", *(f"{e}, validation" for e in ENGINES)], runs, strict=True
+    ):
         try:
-            trained(preset, folder, batches=each, use_distributed_sampler=False)
+            trained(preset, folder, batches=each, validation=other, use_distributed_sampler=False)
             messages[name] = "trained"
         except ConflictError as error:
             messages[name] = str(error)
@@ -223,12 +243,50 @@ class Ends(L.Callback):
             return
         if self.how == "exit":
             os._exit(3)
+        if self.how == "refuse":
+            raise ConflictError("this batch and this process; write another batch")
         raise RuntimeError(f"rank {self.rank} can't go on")
 
 
 def ending(folder: Path, engine: str, which: str, how: str) -> None:
     """Train until one process ends."""
     trained({"strategy": ENGINES[engine]}, folder, callbacks=[Ends(int(which), how)])
+
+
+class Signals(L.Callback):
+    """Sends one process SIGTERM in its second batch."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and trainer.current_epoch == 0 and rank() == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+def terminated(folder: Path, *engines: str) -> dict[str, Any]:
+    """Return what comes of a SIGTERM for either process, and the losses of runs that resume, and of a whole one."""
+    results = {}
+    for engine in engines:
+        preset = {"strategy": ENGINES[engine], "callback": {"safe_checkpoint": {}}}
+        _, whole = trained(preset, folder / engine)
+        for which in (0, 1):
+            codes: list[Any] = [None, None]
+            root = folder / f"{engine}-{which}"
+            try:
+                trained(preset, root, callbacks=[Signals(which)])
+            except SystemExit as end:
+                torch.distributed.all_gather_object(codes, end.code)
+            torch.distributed.barrier()
+            files = sorted(path.name for path in root.rglob("*.ckpt"))
+            _, rest = trained(preset, root, ckpt_path=root / "checkpoints" / "last.ckpt")
+            results[f"{engine}, signal to rank {which}"] = {
+                "codes": codes,
+                "files": files,
+                "whole": whole,
+                "rest": rest,
+            }
+    return results
 
 
 def cards(folder: Path, engine: str, *names: str) -> dict[str, Any]:

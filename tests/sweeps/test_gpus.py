@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -358,6 +359,11 @@ def test_packed_jobs_take_no_more_than_the_memory_of_the_gpu(tmp_path: Path, one
         most = max(most, len(running))
     assert most >= 2
     assert {row.gpu for row in rows_of(tmp_path)} == {"0"}
+    unplanned = tmp_path / "unplanned"
+    unplanned.mkdir()
+    done = sweep(unplanned, "n=1,2,6", *packed, script=training(PACKED, before), code=1)
+    assert [row.status for row in rows_of(unplanned)] == ["finished", "finished", "failed"]
+    assert lines_with(done.stdout, "could not be started", "planned_bytes raised KeyError: 6")
     done = sweep(tmp_path, "n=1,2,3", *packed, code=1)
     assert "no function planned_bytes(config)" in done.stderr
 
@@ -376,6 +382,17 @@ DDP = """
     trainer.strategy.barrier()
     return [trainer.world_size, os.environ["CUDA_VISIBLE_DEVICES"], os.environ["LOCAL_RANK"]]
 """
+
+
+def test_the_port_of_ranks_is_taken_but_for_their_store() -> None:
+    from torch.distributed import TCPStore
+
+    with ranks.reserved_port() as port, socket.socket() as other:
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = TCPStore("127.0.0.1", port, 1, is_master=True)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
 
 
 def test_ranks_have_the_environment_of_torchrun_and_the_first_failure_counts(

@@ -8,7 +8,7 @@ from lightning_solo.cards.card import Card
 from lightning_solo.cards.engines import several_devices
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
-from lightning_solo.cards.tracing import Tracing
+from lightning_solo.cards.tracing import Ranks, Tracing
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Settings(TechniqueSettings):
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan one process as on one device, and say what its buckets add."""
-    copies = "" if settings.gradient_as_bucket_view else "; its buckets add another copy of the gradients"
-    assumption = f"ddp: the plan is of one process with its share of the batch{copies}"
-    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
+    """Plan one process as on one device, with buckets of all gradients."""
+    buckets = "views" if settings.gradient_as_bucket_view else "copies"
+    ranks = Ranks(buckets=buckets, rebuilds=not settings.find_unused_parameters)
+    return replace(tracing, attached=None, ranks=ranks)
 
 
 CARD = Card(

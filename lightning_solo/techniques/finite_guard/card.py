@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_solo.cards.card import Card, resources
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.cards.engines import alike
+from lightning_solo.cards.engines import EXACT, alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -52,6 +52,12 @@ def _engine(settings: Any, configuration: Configuration) -> str | None:
     return None
 
 
+def _under_engines(settings: Settings, configuration: Configuration) -> str:
+    if option := settings.option_of("rewind"):
+        return f"processes don't go back to a checkpoint together; write {option}=stop"
+    return EXACT
+
+
 CARD = Card(
     name="finite_guard",
     target="lightning_solo.techniques.finite_guard.technique:FiniteGuard",
@@ -61,11 +67,11 @@ CARD = Card(
     costs="a look at each gradient, unless it is clipped by its norm or the optimizer looks at it itself; a wait for"
     " the device at each optimizer step; batches of at most 8 MiB are kept until the end of their step",
     numerics="bit-exact",
-    conflicts="several processes; ``skip_window`` where gradients are used in backward; that and ``rewind`` where an"
-    " engine keeps them",
+    conflicts="``rewind`` with several processes; ``skip_window`` where gradients are used in backward; that and"
+    " ``rewind`` where an engine keeps them",
     reference="Chowdhery et al. 2022, PaLM, section 5.1, arXiv 2204.02311 (batches skipped after spikes)",
     exact=True,
     rules=(_engine,),
     planned="left out",
-    engines=alike("each process would decide for itself to skip a step"),
+    engines=alike(_under_engines),
 )

@@ -22,6 +22,7 @@ from lightning_solo.errors import CheckpointError, ConflictError, RefusedStepErr
 from lightning_solo.memory.late_values import LateValues
 from lightning_solo.nn.non_finite import explain
 from lightning_solo.nn.rollback import RandomStates, Rollback, attributes_kept
+from lightning_solo.nn.sharding import local
 from lightning_solo.optim.gradient_checks import found_non_finite
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.seams import patches, resuming
@@ -109,6 +110,7 @@ class FiniteGuard(Technique, Settings):
         self._paths: list[Any] = []  # of the checkpoints that this run has saved
         self._returns: dict[str, int] = {}  # how often the run went back to each
         self._unsaved = ExitStack()  # open after weights were changed by a step that must not be taken
+        self._processes = 1
         self._spikes = Spikes()
         self._waiting: _Waiting | None = None
         self._rollback: Rollback | None = None
@@ -129,15 +131,16 @@ class FiniteGuard(Technique, Settings):
         self._unsaved.close()
 
     def transform(self, ctx: Run) -> None:
-        """Refuse several processes.
+        """Refuse several processes that would go back to a checkpoint.
 
         Raises:
             ConflictError: there are several; the message says what to write.
         """
-        if ctx.trainer.world_size > 1:
+        self._processes = ctx.trainer.world_size
+        if self._processes > 1 and (option := self.option_of("rewind")):
             raise ConflictError(
-                f"callback.finite_guard and {ctx.trainer.world_size} processes, each of which would decide for itself;"
-                " write Trainer(devices=1), or ~callback.finite_guard"
+                f"{option}=rewind and {self._processes} processes, which don't go back to a checkpoint together; write"
+                f" {option}=stop"
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -314,7 +317,12 @@ class FiniteGuard(Technique, Settings):
         of torch reads on the device whether to step; the host learns it later, which is early enough to stop.
         """
         losses = [loss for call in self._calls for loss in call.losses]
-        if not losses or self.spike not in ("ignore", "warn") or not ctx.module.automatic_optimization:
+        if (
+            self._processes > 1
+            or not losses
+            or self.spike not in ("ignore", "warn")
+            or not ctx.module.automatic_optimization
+        ):
             return False
         values, fused = torch.stack(losses), None
         if ctx.release is not None:
@@ -365,25 +373,33 @@ class FiniteGuard(Technique, Settings):
         """Return 1 if a gradient isn't finite, else 0; None where the optimizer looks at them itself."""
         norm = self._norms.get(optimizer)
         if norm is not None:
-            return norm.isfinite().logical_not()
+            return local(norm).isfinite().logical_not()
         if isinstance(optimizer, SplitOptimizer) or hasattr(optimizer, "overflow"):  # DeepSpeed's
             return None
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if self._processes > 1:
+            gradients = [shard for shard in map(local, gradients) if shard.numel()]
         if any(map(_is_sparse, gradients)):
             gradients = [each.coalesce().values() if each.is_sparse else each for each in gradients]
         return found_non_finite(gradients) if gradients else None
 
     def _judge(self, ctx: Run, gradients: Tensor | None) -> None:
-        """Wait for the device once, and raise `RefusedStepError` if the step must not be taken."""
+        """Wait for the device once, and raise `RefusedStepError` if the step must not be taken by all processes."""
         losses = [loss for call in self._calls for loss in call.losses]
         *values, found = _read([*losses, gradients])
-        if error := self._wrong_loss(values):
+        error = self._wrong_loss(values) or (RefusedStepError("a gradient is not finite") if found else None)
+        # Lightning divides each loss by the factor
+        mean = math.fsum(values) * ctx.window.factor / (ctx.window.held or 1) if error is None else 0.0
+        if self._processes > 1:
+            own = torch.tensor([float(error is not None), mean], dtype=torch.float64, device=ctx.device)
+            wrong, total = ctx.strategy.reduce(own, reduce_op="sum").tolist()
+            mean = total / self._processes
+            if wrong and error is None:
+                error = RefusedStepError("a loss or gradient of another process is not finite")
+        if error is not None:
             raise error
-        if found:
-            raise RefusedStepError("a gradient is not finite")
         if values and self.spike != "ignore" and ctx.module.automatic_optimization:
-            # Lightning divides each loss by the factor
-            self._note_mean(math.fsum(values) * ctx.window.factor / (ctx.window.held or 1), self._step)
+            self._note_mean(mean, self._step)
 
     def _note_mean(self, loss: float, step: int) -> None:
         """Compare the mean loss of a window with those of the last steps.
@@ -608,8 +624,8 @@ class FiniteGuard(Technique, Settings):
         rollback, random, found = self._rollback, self._random, None
         only = calls[0] if len(calls) == 1 else None
         passes = ctx.module.automatic_optimization and (ctx.window.repeats or not of_gradients)
-        if rollback is None or random is None or not passes:
-            return None, only
+        if rollback is None or random is None or not passes or self._processes > 1:
+            return None, only  # a pass of one process alone would wait for the others
         if not any(call.arguments for call in calls):
             return f"the batch, of more than {format_bytes(KEPT_BYTES)}, was not kept to look for the module", only
         now = RandomStates(ctx.module, ctx.device).get()

@@ -9,7 +9,7 @@ from lightning_solo.cards.card import Card
 from lightning_solo.cards.engines import several_devices
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, names_or, setting
-from lightning_solo.cards.tracing import Tracing
+from lightning_solo.cards.tracing import STATES, Ranks, Tracing
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,9 @@ class Settings(TechniqueSettings):
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan one process with all weights, which is more than any of several has, and say so."""
-    assumption = (
-        "fsdp: the plan is of one process that isn't sharded; on n devices weights, gradients and states take 1/n of"
-        " what it says, and two gathered blocks"
-    )
-    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
+    """Plan one process's shards, and the blocks that it gathers and reduces."""
+    ranks = Ranks(STATES, gathers=True, keeps_blocks=not settings.reshard_after_forward, blocks=settings.blocks)
+    return replace(tracing, attached=None, ranks=ranks)
 
 
 CARD = Card(

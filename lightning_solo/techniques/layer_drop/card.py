@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card
-from lightning_solo.cards.engines import answers
+from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.engines import ROUNDING, answers
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
@@ -30,6 +31,16 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
 
 
+def _under_ddp(settings: Settings, configuration: Configuration) -> str:
+    engine = next((each for each in configuration.techniques if each.card.engine == "ddp"), None)
+    if engine is not None and engine.settings.find_unused_parameters:
+        return ROUNDING
+    return (
+        "skipped blocks have no gradient, for which DistributedDataParallel waits; write"
+        " strategy.find_unused_parameters=true"
+    )
+
+
 CARD = Card(
     name="layer_drop",
     target="lightning_solo.techniques.layer_drop.technique:LayerDrop",
@@ -45,9 +56,5 @@ CARD = Card(
     " https://arxiv.org/abs/1603.09382",
     caveat=lambda settings: "trains without some of the blocks at a time",
     planned="lightning_solo.techniques.layer_drop.card:planned",
-    engines=answers(
-        ddp="skipped blocks have no gradient, for which DistributedDataParallel waits",
-        fsdp="each process would draw other blocks, and wait for the others",
-        zero3="each process would draw other blocks, and wait for the others",
-    ),
+    engines=answers(ddp=_under_ddp, fsdp=ROUNDING, zero3=ROUNDING),
 )

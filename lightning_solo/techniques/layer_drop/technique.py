@@ -59,7 +59,7 @@ class LayerDrop(Technique, Settings):
                     " compile again; write +callback=regional_compilation instead of torch.compile, or"
                     " ~callback.layer_drop"
                 )
-        self._state = self._state or {"draws": 0, "seed": torch.initial_seed()}
+        self._state = self._state or {"draws": 0, "seed": ctx.strategy.broadcast(torch.initial_seed())}
         self._drop = SkippedBlocks(blocks, self.count, self._state["seed"])
         self._drop.draws = self._state["draws"]
         self._named.clear()

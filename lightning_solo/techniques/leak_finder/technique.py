@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections import deque
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_solo.memory.census import Census, Growth, Kind, growths, take_census
 from lightning_solo.memory.holders import Leak, leaks_of
@@ -93,8 +93,7 @@ class LeakFinder(Callback, Settings):
         for leak in leaks:
             if leak.holder not in known:
                 self._leaks.append(leak)
-                warnings.warn(
+                rank_zero_warn(
                     f"LeakFinder: {leak}. If it should not grow: keep numbers (loss.item()) or detached tensors on the "
-                    "host, or empty it",
-                    stacklevel=2,
+                    "host, or empty it"
                 )

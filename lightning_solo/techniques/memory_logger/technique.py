@@ -21,6 +21,7 @@ from lightning_solo.memory.events import Peak
 from lightning_solo.memory.log_files import path_below_logs
 from lightning_solo.memory.reading import Reading
 from lightning_solo.seams import patches
+from lightning_solo.seams.engines import largest
 from lightning_solo.tables import Cell, Table, size, terminal
 from lightning_solo.techniques.memory_logger.card import Settings
 from lightning_solo.techniques.memory_logger.csv_rows import append_row, column
@@ -51,6 +52,10 @@ def metrics_of(
     return metrics
 
 
+def _breakdown(counted: Peak | None) -> Mapping[str, int]:
+    return {} if counted is None else counted.breakdown
+
+
 def summary_table(title: str, counts: Mapping[str, Sequence[int]]) -> Table:
     """Return the mean, rounded down, and the largest of the bytes of each name."""
     rows = [
@@ -65,6 +70,8 @@ class MemoryLogger(Callback, Settings):
     It reads the resident set and the swapped memory of the process, and on a GPU also the CUDA allocator's counters and
     the bytes that all processes use on the device. A peak counts since the allocator's counters were last reset; this
     callback resets them only with ``per_phase``. It warns once if memory of the process is swapped out during a run.
+
+    In a run of several processes the first one writes, and each figure is the largest of all.
 
     In the first ``category_steps`` steps a `memory.ledger.Ledger` splits the peak into categories, and names the
     operator and module that set it. It counts the bytes that storages request, before the allocator rounds them,
@@ -114,6 +121,7 @@ class MemoryLogger(Callback, Settings):
         self._step = 0  # of the last row
         self._swap: int | None = None  # bytes at the first reading; None before it, and after a warning
         self._begun = False  # whether a batch has begun
+        self._writes = True  # whether this process is the run's first
 
     # --- when: Lightning's hooks ---
 
@@ -122,6 +130,7 @@ class MemoryLogger(Callback, Settings):
         self._categories.discard()
         # Lightning passes an enum, and its str() is not its value
         self._start(str(getattr(stage, "value", stage)), trainer.strategy.root_device)
+        self._writes = trainer.is_global_zero
         self._path = path_below_logs(trainer, self.file, "memory_logger.file", "the loggers get all of it")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -197,22 +206,34 @@ class MemoryLogger(Callback, Settings):
             self._fit = ""  # nothing has run
         if self._fit:
             self._phases.enter(None)
-            self._log(trainer, counted)
+            patches.log_metrics(trainer, self._add_row(trainer, _breakdown(counted), of_all=False))
         self._finish()
 
     # --- what ---
 
     def _log(self, trainer: Trainer, counted: Peak | None = None) -> None:
         """Add a row, and log it to every logger."""
-        patches.log_metrics(trainer, self._add_row(trainer, {} if counted is None else counted.breakdown))
+        patches.log_metrics(trainer, self._add_row(trainer, _breakdown(counted)))
 
-    def _add_row(self, trainer: Trainer, categories: Mapping[str, int] | None = None) -> dict[str, float]:
-        """Add a current reading to the CSV and the table, and return its metrics."""
+    def _add_row(
+        self, trainer: Trainer, categories: Mapping[str, int] | None = None, of_all: bool = True
+    ) -> dict[str, float]:
+        """Add a current reading to the CSV and the table, and return its metrics.
+
+        ``of_all``: whether each figure is the largest of all processes, each of which adds a row.
+        """
         categories = categories or {}
         phases, reading = self._phases.take(), self._phases.read()
         self._warn_of_swap(reading.swap)
         self._step = trainer.global_step
-        counts = asdict(reading) | phases
+        counts: dict[str, int | None] = asdict(reading) | phases
+        if of_all:
+            counts = largest(trainer, counts)
+            categories = {name: count or 0 for name, count in largest(trainer, categories).items()}
+            reading, phases = (
+                Reading(**{name: counts[name] for name in asdict(reading)}),
+                {name: counts[name] or 0 for name in phases},
+            )
         for name, count in ({f"counted_{category}": n for category, n in categories.items()} | counts).items():
             if count is not None and name != "alloc_retries":
                 self._counts.setdefault(name, []).append(count)
@@ -251,7 +272,7 @@ class MemoryLogger(Callback, Settings):
 
     def _finish(self) -> None:
         self._categories.discard()
-        if self._fit and self.table and self._counts:
+        if self._fit and self.table and self._counts and self._writes:
             console = Console()
             console.print(terminal(summary_table(f"Memory, {self._stage} on {self._phases.device}", self._counts)))
             if self._categories.largest is not None:

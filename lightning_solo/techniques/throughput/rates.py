@@ -6,6 +6,8 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+SAMPLES, TOKENS = "throughput/samples_per_s", "throughput/tokens_per_s"
+
 
 class Totals(NamedTuple):
     """Seconds, samples, tokens and FLOPs since the start of the fit; validation excluded."""
@@ -72,9 +74,9 @@ class Rates:
             return {}
         first, last = self.totals[0], self.totals[-1]
         seconds = last.seconds - first.seconds
-        figures = {"throughput/samples_per_s": (last.samples - first.samples) / seconds}
+        figures = {SAMPLES: (last.samples - first.samples) / seconds}
         if first.tokens is not None and last.tokens is not None:
-            figures["throughput/tokens_per_s"] = (last.tokens - first.tokens) / seconds
+            figures[TOKENS] = (last.tokens - first.tokens) / seconds
         if first.flops is not None and last.flops is not None:
             flops_per_s = (last.flops - first.flops) / seconds
             figures["throughput/model_tflops_per_s"] = flops_per_s / 1e12

@@ -14,7 +14,7 @@ from lightning_solo.seams import patches
 from lightning_solo.techniques.throughput.card import Settings
 from lightning_solo.techniques.throughput.flops import CountedOnce, compute_dtype, peak_flops
 from lightning_solo.techniques.throughput.nvml import GpuState
-from lightning_solo.techniques.throughput.rates import Rates
+from lightning_solo.techniques.throughput.rates import SAMPLES, TOKENS, Rates
 
 
 class Throughput(Callback, Settings):
@@ -41,12 +41,19 @@ class Throughput(Callback, Settings):
 
     @property
     def figures(self) -> dict[str, float]:
-        """The figures over the last ``window_size`` batches, by logged key; empty before the second batch."""
-        return self._rates.figures
+        """The figures over the last ``window_size`` batches, by logged key; empty before the second batch.
+
+        Samples and tokens are those of this process, times the number of processes.
+        """
+        return {
+            name: value * self._processes if name in (SAMPLES, TOKENS) else value
+            for name, value in self._rates.figures.items()
+        }
 
     def _start(self, available_flops: float | None = None, device: torch.device | None = None) -> None:
         self._gpu = GpuState(device or torch.device("cpu"))
         self._rates = Rates(self.window_size, available_flops)
+        self._processes = 1
         self._step = 0  # of the last log
         self._since: tuple[int, float] | None = None  # optimizer step and training seconds at the start of `step_s`
         self._counter: CountedOnce | None = None
@@ -58,7 +65,7 @@ class Throughput(Callback, Settings):
         """Reset the counts for this fit, and count the first forward."""
         self._remove_counter()
         self._start(self._peak_flops(trainer) if self.count_flops else None, trainer.strategy.root_device)
-        self._step = trainer.global_step
+        self._step, self._processes = trainer.global_step, trainer.world_size
         if self.count_flops:
             # 3 = forward 1 + backward 2: gradients of inputs and of weights cost a forward each
             passes = 3 if pl_module.automatic_optimization else 1

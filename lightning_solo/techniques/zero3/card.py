@@ -10,8 +10,8 @@ from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.engines import several_devices
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
-from lightning_solo.cards.tracing import Tracing
-from lightning_solo.zero.config import zero_config
+from lightning_solo.cards.tracing import STATES, Ranks, Tracing
+from lightning_solo.zero.config import BUCKET_ELEMENTS, zero_config
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,14 @@ def _double_precision(settings: Settings, configuration: Configuration) -> str |
 
 
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan one process with all weights, which is more than any of several has, and say so."""
-    parts = "gradients and states" if settings.stage == 2 else "weights, gradients and states"
-    assumption = f"zero3: the plan is of one process; on n devices {parts} take 1/n of what it says, but for buckets"
-    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
+    """Plan one process's shards, what it gathers ahead, and the engine's buckets, for weights in fp32."""
+    bucket = 4 * BUCKET_ELEMENTS
+    if settings.stage == 3:
+        ranks = Ranks(STATES, ahead_bytes=bucket, reduced_bytes=bucket)
+    else:
+        ranks = Ranks(STATES - {"weights"}, reduced_bytes=2 * bucket)
+    assumption = "zero3: planned for weights in fp32; with 16 bits the engine has an fp32 master besides"
+    return replace(tracing, attached=None, ranks=ranks, assumptions=(*tracing.assumptions, assumption))
 
 
 CARD = Card(

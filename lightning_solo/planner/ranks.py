@@ -1,0 +1,154 @@
+"""The plan of one of an engine's processes: shards, gathered blocks and buckets, from a trace of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_solo.cards.tracing import STATES, Ranks
+from lightning_solo.errors import NothingToDoError
+from lightning_solo.memory.events import EventLog
+from lightning_solo.nn.blocks import named_blocks
+from lightning_solo.nn.sharding import without_shared_parameters
+from lightning_solo.planner.capture import Trace
+from lightning_solo.planner.fake_modules import empty_parameters
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Shares of a module's elements that are gathered together: the largest block, all blocks, and what is in none."""
+
+    block: float = 0.0
+    blocks: float = 0.0
+
+    @property
+    def root(self) -> float:
+        """The share outside of blocks."""
+        return 1 - self.blocks
+
+    @classmethod
+    def of(cls, make: Callable[[], Any], names: Any) -> Groups:
+        """Return the shares of a module's groups; one group if it has no blocks."""
+        with empty_parameters():
+            module = make()
+        total = sum(p.numel() for p in module.parameters())
+        try:
+            blocks = without_shared_parameters(module, list(named_blocks(module, names, "strategy.blocks").values()))
+        except NothingToDoError:
+            return cls()
+        sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
+        return cls(max(sizes, default=0) / total, sum(sizes) / total) if total else cls()
+
+
+class _Rank:
+    """Rewrites a log event by event."""
+
+    def __init__(self, trace: Trace, ranks: Ranks, processes: int, groups: Groups) -> None:
+        self.trace, self.ranks, self.processes, self.groups = trace, ranks, processes, groups
+        log = trace.log
+        self.labels = list(log.labels)
+        self.held = {storage: self.part(storage, size) for storage, size in log.held.items()}
+        self.events: list[tuple[int, int]] = []
+        self.weights = sum(size for storage, size in log.held.items() if log.labels[storage] == "weights")
+        self.gradients = _most(log, "gradients")
+        self.extra: dict[str, int] = {}  # storage of what the engine holds, by category
+        self.now: dict[str, int] = {}  # its bytes
+
+    def part(self, storage: int, size: int) -> int:
+        """Return this process's bytes of a storage."""
+        sharded = self.trace.log.labels[storage] in self.ranks.sharded
+        return -(-size // self.processes) if sharded else size
+
+    def hold(self, category: str, size: float) -> None:
+        """Set the bytes that the engine holds besides."""
+        if category not in self.extra:
+            self.extra[category] = len(self.labels)
+            self.labels.append(category)
+        if change := round(size) - self.now.get(category, 0):
+            self.events.append((self.extra[category], change))
+            self.now[category] = round(size)
+
+    def at(self, phase: str, before: str) -> None:
+        """Change what is held at the start of a phase; ``before`` is the last phase."""
+        weights, gradients, groups = self.weights, self.gradients, self.groups
+        block, root = groups.block, groups.root
+        if self.ranks.ahead_bytes:
+            gathered = min(weights, weights * block + self.ranks.ahead_bytes)
+            self.hold("weights", 2 * gathered if phase in ("forward", "backward") else 0)
+        if self.ranks.gathers and before == "backward":
+            # the last group's gradients are reduced: whole ones, their copy and the shards; the blocks before are freed
+            self.hold("weights", weights * (root + 2 * block))
+            self.hold("gradients", gradients * 2 * root)
+        if self.ranks.gathers:
+            kept = groups.blocks if self.ranks.keeps_blocks else block
+            held = {"forward": root + kept + 2 * block, "backward": root + kept + block}.get(phase, 0.0)
+            self.hold("weights", weights * held)
+            self.hold("gradients", 0)
+
+    def reduces(self) -> None:
+        """Hold a block's whole gradients, their copies of which one is still sent, and gather the next block."""
+        groups = self.groups
+        kept = groups.blocks if self.ranks.keeps_blocks else groups.block
+        self.hold("weights", self.weights * (groups.root + kept + groups.block))
+        self.hold("gradients", self.gradients * (groups.root + 3 * groups.block))
+
+    def rewritten(self) -> Trace:
+        """Return the trace of one process."""
+        log, firsts = self.trace.log, {first: name for first, _, name in self.trace.phases}
+        buckets = self.ranks.buckets
+        if buckets is not None:
+            self.hold("gradients", self.gradients)
+        elif self.ranks.reduced_bytes:
+            self.hold("gradients", self.ranks.reduced_bytes + self.gradients / self.processes)
+        starts: dict[int, int] = {}
+        sizes: dict[int, int] = dict(log.held)
+        phase, steps = "", 0
+        for index, (storage, change) in enumerate([*log.events, (-1, 0)]):
+            if index in firsts:
+                before, phase = phase, firsts[index]
+                steps += before == "optimizer_step"
+                self.at(phase, before)
+                if buckets is not None and self.ranks.rebuilds and steps == 1 and phase == "forward":
+                    self.hold("gradients", 2 * self.gradients)  # for a moment, the old buckets and the new ones
+                    self.hold("gradients", self.gradients)
+                starts[index] = len(self.events)
+            if storage < 0:
+                break
+            is_gradient = log.labels[storage] == "gradients"
+            before_size = sizes.get(storage, 0)
+            sizes[storage] = before_size + change
+            if buckets == "views" and is_gradient:
+                if change > 0:  # a gradient moves to its bucket as soon as it is computed
+                    self.events += [(storage, change), (storage, -change)]
+                continue
+            if self.ranks.gathers and is_gradient and phase == "backward":
+                self.reduces()
+            new = self.part(storage, sizes[storage]) - self.part(storage, before_size)
+            if phase == "optimizer_step" and self.ranks.sharded and log.labels[storage] not in STATES:
+                new = -(-sizes[storage] // self.processes) + (before_size // -self.processes)
+            self.events.append((storage, new))
+        phases = [(starts[first], costs, name) for first, costs, name in self.trace.phases]
+        return replace(self.trace, log=EventLog(self.events, self.labels, self.held, log.aside), phases=phases)
+
+
+def of_rank(trace: Trace, ranks: Ranks, processes: int, groups: Groups) -> Trace:
+    """Return the trace of one of several processes.
+
+    Args:
+        trace: of one process alone.
+        ranks: what the engine holds.
+        processes: their number.
+        groups: shares of the module that are gathered together.
+    """
+    return _Rank(trace, ranks, processes, groups).rewritten()
+
+
+def _most(log: EventLog, label: str) -> int:
+    """Return the most bytes of a category at once."""
+    of_it = EventLog(
+        [event for event in log.events if log.labels[event[0]] == label],
+        log.labels,
+        {storage: size for storage, size in log.held.items() if log.labels[storage] == label},
+    )
+    return of_it.peak()[0]
