@@ -56,7 +56,7 @@ def shard(
     fully_shard(module, mesh=mesh)
     if find_unused_parameters:
         cast(FSDPModule, module).set_reduce_scatter_unused_params(True)  # and its parts
-    _share_buffers(module, mesh.get_group())
+    share_buffers(module, mesh.get_group(), torch.device(mesh.device_type))
     for name in forward_methods:
         register_fsdp_forward_method(module, name)
     require_sharded(module)
@@ -74,12 +74,13 @@ def _require_shardable(module: nn.Module) -> None:
         p.data = p.data.contiguous()
 
 
-def _share_buffers(module: nn.Module, group: Any) -> None:
-    """Give each process the first one's buffers, which may be random."""
+def share_buffers(module: nn.Module, group: Any, device: torch.device) -> None:
+    """Give each process the first one's buffers, which may be random; ``device`` is what the group sends from."""
     for buffer in module.buffers():
         if type(buffer) is Tensor and buffer.layout is torch.strided and buffer.numel() and not buffer.is_meta:
-            value = buffer.detach().contiguous()
-            torch.distributed.broadcast(value.flatten().view(torch.uint8), group=group, group_src=0)  # any dtype
+            sent = buffer.detach().contiguous().flatten().view(torch.uint8).to(device)  # any dtype
+            torch.distributed.broadcast(sent, group=group, group_src=0)
+            value = sent.to(buffer.device).view(buffer.dtype).view(buffer.shape)
             if not torch.equal(value, buffer):  # a copy, or NaN
                 buffer.copy_(value)
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_solo.cards.lightning_callbacks import refuse_callbacks
 from lightning_solo.cards.settings import TechniqueSettings
 from lightning_solo.errors import CheckpointError, ConflictError
+from lightning_solo.nn.sharding import share_buffers
 from lightning_solo.processes import environment
 from lightning_solo.seams import patches
 from lightning_solo.seams.engines import Peers, share_of_host
@@ -232,6 +233,8 @@ class ZeroStrategy(Base):
             self._fitted, self.optimizers = None, []  # frees the states of the last run before the new ones
         precision: Any = self.precision_plugin
         refuse_module(trainer.lightning_module, self.stage, self.name)
+        if not self.is_alone:  # the engine shares weights alone
+            share_buffers(trainer.lightning_module, torch.distributed.group.WORLD, self.root_device)
         self._run = EngineRun(trainer.lightning_module, patches.weights_dtype(precision), self.root_device)
         # Under DeepSpeed Lightning's clipping silently does nothing.
         run.undo.enter_context(patches.clipping(precision, lambda _: self.clip_gradients))

@@ -46,7 +46,7 @@ class Painter(Base, Settings):
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"layers": 0}, PresetError, "layers=0: expected an integer of at least 1"),
-    ({"colour": "green"}, PresetError, "colour='green': write 'red', 'blue'"),
+    ({"colour": "green"}, PresetError, "colour='green': write 'red' or 'blue'"),
     ({"colour": "blue", "finish": "gloss"}, ConflictError, "painter"),
 ]
 

@@ -383,7 +383,7 @@ def test_gradient_that_is_not_finite_is_named_and_nothing_is_touched(make_traine
 
 
 def test_refusals_name_the_remedy(home: ModuleType, make_trainer: Make) -> None:
-    with pytest.raises(PresetError, match=mentions("gradient_release.buffer='disk': write 'device', 'host'")):
+    with pytest.raises(PresetError, match=mentions("gradient_release.buffer='disk': write 'device' or 'host'")):
         GradientRelease("disk")
     many = regression(home, net())
     many.configure_optimizers = lambda: torch.optim.LBFGS(many.parameters())

@@ -20,9 +20,9 @@ from lightning_solo.checkpoint.damage import refuse_damaged
 from lightning_solo.data.nested import leaves, tensors_of
 from lightning_solo.errors import CheckpointError, ConflictError, RefusedStepError
 from lightning_solo.memory.late_values import LateValues
+from lightning_solo.memory.sharded_tensors import local
 from lightning_solo.nn.non_finite import explain
 from lightning_solo.nn.rollback import RandomStates, Rollback, attributes_kept
-from lightning_solo.nn.sharding import local
 from lightning_solo.optim.gradient_checks import found_non_finite
 from lightning_solo.optim.split_optimizer import SplitOptimizer
 from lightning_solo.seams import patches, resuming
