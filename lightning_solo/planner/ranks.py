@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_solo.cards.tracing import STATES, Ranks
+from lightning_solo.cards.tracing import Ranks
 from lightning_solo.errors import NothingToDoError
 from lightning_solo.memory.events import EventLog
 from lightning_solo.nn.blocks import named_blocks
@@ -48,6 +48,7 @@ class _Rank:
         self.trace, self.ranks, self.processes, self.groups = trace, ranks, processes, groups
         log = trace.log
         self.labels = list(log.labels)
+        self.of_step = set[int]()
         self.held = {storage: self.part(storage, size) for storage, size in log.held.items()}
         self.events: list[tuple[int, int]] = []
         self.weights = sum(size for storage, size in log.held.items() if log.labels[storage] == "weights")
@@ -57,7 +58,7 @@ class _Rank:
 
     def part(self, storage: int, size: int) -> int:
         """Return this process's bytes of a storage."""
-        sharded = self.trace.log.labels[storage] in self.ranks.sharded
+        sharded = self.trace.log.labels[storage] in self.ranks.sharded or storage in self.of_step
         return -(-size // self.processes) if sharded else size
 
     def hold(self, category: str, size: float) -> None:
@@ -69,17 +70,21 @@ class _Rank:
             self.events.append((self.extra[category], change))
             self.now[category] = round(size)
 
-    def at(self, phase: str, before: str) -> None:
-        """Change what is held at the start of a phase; ``before`` is the last phase."""
-        weights, gradients, groups = self.weights, self.gradients, self.groups
+    def leave(self, phase: str) -> None:
+        """Hold the largest amount at the end of a phase."""
+        groups = self.groups
+        if self.ranks.gathers and phase == "backward":
+            # the last group's gradients are reduced: whole ones and their copy; the blocks before are freed
+            self.hold("weights", self.weights * (groups.root + 2 * groups.block))
+            self.hold("gradients", self.gradients * 2 * groups.root)
+
+    def enter(self, phase: str) -> None:
+        """Change what is held at the start of a phase."""
+        weights, groups = self.weights, self.groups
         block, root = groups.block, groups.root
         if self.ranks.ahead_bytes:
             gathered = min(weights, weights * block + self.ranks.ahead_bytes)
             self.hold("weights", 2 * gathered if phase in ("forward", "backward") else 0)
-        if self.ranks.gathers and before == "backward":
-            # the last group's gradients are reduced: whole ones, their copy and the shards; the blocks before are freed
-            self.hold("weights", weights * (root + 2 * block))
-            self.hold("gradients", gradients * 2 * root)
         if self.ranks.gathers:
             kept = groups.blocks if self.ranks.keeps_blocks else block
             held = {"forward": root + kept + 2 * block, "backward": root + kept + block}.get(phase, 0.0)
@@ -106,13 +111,13 @@ class _Rank:
         phase, steps = "", 0
         for index, (storage, change) in enumerate([*log.events, (-1, 0)]):
             if index in firsts:
-                before, phase = phase, firsts[index]
-                steps += before == "optimizer_step"
-                self.at(phase, before)
+                self.leave(phase)
+                steps += phase == "optimizer_step"
+                phase, starts[index] = firsts[index], len(self.events)
+                self.enter(phase)
                 if buckets is not None and self.ranks.rebuilds and steps == 1 and phase == "forward":
                     self.hold("gradients", 2 * self.gradients)  # for a moment, the old buckets and the new ones
                     self.hold("gradients", self.gradients)
-                starts[index] = len(self.events)
             if storage < 0:
                 break
             is_gradient = log.labels[storage] == "gradients"
@@ -124,10 +129,9 @@ class _Rank:
                 continue
             if self.ranks.gathers and is_gradient and phase == "backward":
                 self.reduces()
-            new = self.part(storage, sizes[storage]) - self.part(storage, before_size)
-            if phase == "optimizer_step" and self.ranks.sharded and log.labels[storage] not in STATES:
-                new = -(-sizes[storage] // self.processes) + (before_size // -self.processes)
-            self.events.append((storage, new))
+            if phase == "optimizer_step" and not before_size and self.ranks.sharded:
+                self.of_step.add(storage)  # the step's temporaries are of shards
+            self.events.append((storage, self.part(storage, sizes[storage]) - self.part(storage, before_size)))
         phases = [(starts[first], costs, name) for first, costs, name in self.trace.phases]
         return replace(self.trace, log=EventLog(self.events, self.labels, self.held, log.aside), phases=phases)
 

@@ -15,8 +15,8 @@ from lightning_solo.techniques.memory_snapshot.technique import MemorySnapshot
 from tests.messages import mentions
 
 
-def trainer_in(folder: object, log_dir: object = None) -> Any:
-    return SimpleNamespace(default_root_dir=folder, log_dir=log_dir)
+def trainer_in(folder: object, log_dir: object = None, is_first: bool = True) -> Any:
+    return SimpleNamespace(default_root_dir=folder, log_dir=log_dir, is_global_zero=is_first)
 
 
 @pytest.mark.parametrize("path", ["../memory.csv", "/tmp/memory.csv", "", "a\0b", "~/m.csv", "x/", "a" * 300])
@@ -35,6 +35,7 @@ def test_link_out_of_the_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PresetError, match=mentions("an.option='link/memory.csv'", "leads outside")):
         path_below_logs(trainer_in(root), "link/memory.csv", "an.option", "")
     assert path_below_logs(trainer_in(root), "a/memory.csv", "an.option", "") == root.resolve() / "a" / "memory.csv"
+    assert path_below_logs(trainer_in(root, is_first=False), "a/memory.csv", "an.option", "") is None
 
 
 def test_remote_directory_has_no_file() -> None:

@@ -44,7 +44,8 @@ def test_ddp_holds_buckets_of_all_gradients() -> None:
     assert two.peak_bytes == four.peak_bytes
     weights = sum(p.numel() * 4 for p in SMALL().parameters())
     # the old and the new buckets, weights and AdamW's two states
-    assert two.peak_bytes == pytest.approx(5 * weights, rel=0.02)
+    assert two.phases["forward"] >= 5 * weights
+    assert two.phases["between"] >= 4 * weights
     assert alone.breakdown["gradients"] <= weights
 
 
