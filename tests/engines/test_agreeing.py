@@ -25,7 +25,7 @@ def test_a_wrong_loss_in_one_process_skips_or_stops_the_step_in_both(tmp_path: P
             own = result["refusals"].pop(int(process))
             assert f"the loss is {wrong}" in own, case
             (other,) = result["refusals"]
-            assert "another process" in other or "a gradient is not finite" in other, case
+            assert "another process" in other or "gradient" in other, case
             continue
         assert result["steps"] == [[3, 1]] * 2, case
         assert result["losses"] == pytest.approx(alone["losses"], rel=0, abs=TOLERANCE), case

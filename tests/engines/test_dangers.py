@@ -57,6 +57,6 @@ def test_a_signal_to_either_process_saves_one_checkpoint_and_ends_both(tmp_path:
 def test_a_refusal_in_one_process_is_what_the_others_say(engine: str, tmp_path: Path) -> None:
     output = started("ending", tmp_path, engine, "1", "refuse", limit_s=LIMIT_S)
     last = output[output.rindex("Error: ") :]
-    assert "this batch and this process; write another batch" in last
+    assert re.search(mentions("this process", "write another batch"), last)
     if engine != "zero3":  # whose first process may be ended before it says anything
         assert "rank 1 failed first: lightning_solo.errors.ConflictError" in output
