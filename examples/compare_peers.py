@@ -293,7 +293,7 @@ def largest(peak: Callable[[int], int], budget: int) -> int:
             guess = at - max(1, -(-(found - budget) // slope))
         if high[0] - low[0] == 1:
             return low[0]
-        at = min(max(guess, low[0] + 1), high[0] - 1)
+        at = min(max(guess, low[0] + 1), high[0] - 1, 2 * at)  # no further, where small ones take the same
 
 
 def measured(

@@ -59,6 +59,17 @@ def test_the_largest_that_fits_is_found(peers: Any, budget: int) -> None:
     assert found == max((n for n in range(1, 20_000) if peak(n) <= budget), default=0)
 
 
+def test_small_numbers_that_take_the_same_lead_to_no_huge_one(peers: Any) -> None:
+    asked = []
+
+    def peak(number: int) -> int:
+        asked.append(number)
+        return max(80 - number % 2, 9 * number)
+
+    assert peers.largest(peak, 100) == 11
+    assert max(asked) <= 22
+
+
 def test_changed_lines_are_counted_against_plain_lightning(peers: Any) -> None:
     lines = {row.name: peers.changed_lines(row) for row in peers.ROWS if row.script}
     assert lines["Lightning"] == 0
