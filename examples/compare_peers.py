@@ -399,6 +399,7 @@ def time_rows(preset: str, rows: list[Row], entries: dict[str, dict[str, Any]], 
         for clock in ("processor", "wall") if mine else ():
             medians = [statistics.median(one[clock]) for one in mine]
             entries[name][f"{clock}_s"] = round(statistics.median(medians), 5)
+            entries[name].pop(f"{clock}_ratio", None)
             if name != preset and len(found.get(preset, ())) == len(mine):
                 pairs = zip(mine, found[preset], strict=True)
                 ratios = [statistics.median(map(truediv, one[clock], other[clock])) for one, other in pairs]
