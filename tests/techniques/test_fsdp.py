@@ -166,3 +166,19 @@ def test_compact_states_and_released_gradients_on_one_device_are_those_without_i
 def test_released_gradients_that_would_be_kept_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConflictError, match=mentions("gradient_release", "gradient_clip_val=0.5", "sharded")):
         fitted(["fsdp", "gradient_release"], tmp_path, devices=1, **{**AT_ONCE, "gradient_clip_val": 0.5})
+
+
+def test_weights_are_whole_and_fp32_again_after_compact_states_failed_to_set_up(tmp_path: Path) -> None:
+    module = regression(L, Stack(blocks=2))
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def fails() -> Any:
+        assert all(isinstance(p, DTensor) and p.dtype is torch.bfloat16 for p in module.parameters())
+        raise KeyError("no optimizer")
+
+    module.configure_optimizers = fails
+    with pytest.raises(KeyError, match="no optimizer"):
+        fitted(["fsdp", "compact"], tmp_path, module=module, devices=1, **AT_ONCE)
+    for name, p in module.named_parameters():
+        assert not isinstance(p, DTensor)
+        torch.testing.assert_close(p.detach(), before[name], rtol=2**-15, atol=0)

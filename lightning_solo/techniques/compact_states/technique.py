@@ -123,6 +123,7 @@ class CompactStates(Technique, Settings):
         if ctx.is_set_up:
             self._weights.settle()
         else:
+            getattr(ctx.strategy, "make_whole", lambda: None)()  # a shard can't take another type
             self._weights.follow(ctx.module)
             self._weights.join(ctx.strategy.optimizers)
 

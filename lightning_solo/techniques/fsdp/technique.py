@@ -103,7 +103,7 @@ class ShardedStrategy(Base, Settings):
             super().setup(trainer)
         require_sharded(module)  # optimizers may have made others
 
-    def teardown(self) -> None:
+    def make_whole(self) -> None:
         """Make the module plain again, unless the run failed, after which other processes may have gone."""
         restore, self._restore = self._restore, None
         state = self._module.trainer.state
@@ -111,6 +111,10 @@ class ShardedStrategy(Base, Settings):
             whole = restore()
             for optimizer in self.optimizers:
                 restore_optimizer(optimizer, whole, keep=self.is_global_zero)
+
+    def teardown(self) -> None:
+        """Make the module plain again."""
+        self.make_whole()
         self._device_mesh = self._module._device_mesh = None  # Lightning's, for `configure_model`
         super().teardown()
 
