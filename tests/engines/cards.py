@@ -23,6 +23,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "accumulation_schedule": {"milestones": [[0, 2]]},
     "adapters": {"after_fit": "keep"},
     "compact_states": {"master_bits": 32},
+    "curriculum": {"duration": 4},
     "leak_finder": {"every_n_steps": 1, "consecutive": 2},
     "micro_batching": {"micro_batch": 2},
 }
