@@ -64,9 +64,9 @@ def test_small_numbers_that_take_the_same_lead_to_no_huge_one(peers: Any) -> Non
 
     def peak(number: int) -> int:
         asked.append(number)
-        return max(80 - number % 2, 9 * number)
+        return max(8000 - number % 2, 900 * number)
 
-    assert peers.largest(peak, 100) == 11
+    assert peers.largest(peak, 10_000) == 11
     assert max(asked) <= 22
 
 
