@@ -44,8 +44,8 @@ class Groups:
 class _Rank:
     """Rewrites a log event by event."""
 
-    def __init__(self, trace: Trace, ranks: Ranks, processes: int, groups: Groups) -> None:
-        self.trace, self.ranks, self.processes, self.groups = trace, ranks, processes, groups
+    def __init__(self, trace: Trace, ranks: Ranks, processes: int, groups: Groups, cuda: bool) -> None:
+        self.trace, self.ranks, self.processes, self.groups, self.cuda = trace, ranks, processes, groups, cuda
         log = trace.log
         self.labels = list(log.labels)
         self.of_step = set[int]()
@@ -92,11 +92,14 @@ class _Rank:
             self.hold("gradients", 0)
 
     def reduces(self) -> None:
-        """Hold a block's whole gradients, their copies of which one is still sent, and gather the next block."""
+        """Hold a block's whole gradients, and their copy and the one before, which are sent, without its shard.
+
+        On a GPU the next block is gathered meanwhile.
+        """
         groups = self.groups
         kept = groups.blocks if self.ranks.keeps_blocks else groups.block
-        self.hold("weights", self.weights * (groups.root + kept + groups.block))
-        self.hold("gradients", self.gradients * (groups.root + 3 * groups.block))
+        self.hold("weights", self.weights * (groups.root + kept + groups.block * self.cuda))
+        self.hold("gradients", self.gradients * (groups.root + (3 - 1 / self.processes) * groups.block))
 
     def rewritten(self) -> Trace:
         """Return the trace of one process."""
@@ -136,7 +139,7 @@ class _Rank:
         return replace(self.trace, log=EventLog(self.events, self.labels, self.held, log.aside), phases=phases)
 
 
-def of_rank(trace: Trace, ranks: Ranks, processes: int, groups: Groups) -> Trace:
+def of_rank(trace: Trace, ranks: Ranks, processes: int, groups: Groups, *, cuda: bool) -> Trace:
     """Return the trace of one of several processes.
 
     Args:
@@ -144,8 +147,9 @@ def of_rank(trace: Trace, ranks: Ranks, processes: int, groups: Groups) -> Trace
         ranks: what the engine holds.
         processes: their number.
         groups: shares of the module that are gathered together.
+        cuda: whether collectives run beside computation.
     """
-    return _Rank(trace, ranks, processes, groups).rewritten()
+    return _Rank(trace, ranks, processes, groups, cuda).rewritten()
 
 
 def _most(log: EventLog, label: str) -> int:
