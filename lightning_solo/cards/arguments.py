@@ -60,7 +60,8 @@ class Parameter:
 
     def _expected(self) -> str:
         if self.allowed:
-            return " or ".join(map(repr, self.allowed))
+            *others, last = map(repr, self.allowed)
+            return f"{', '.join(others)} or {last}" if others else last
         return describe(self.kind) + (f" of at least {self.at_least}" if self.at_least is not None else "")
 
 

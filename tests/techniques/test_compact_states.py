@@ -816,9 +816,9 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"master_bits": 16}, PresetError, ["compact_states.master_bits=16: write 32, 24, '16-stochastic'"]),
+        ({"master_bits": 16}, PresetError, ["compact_states.master_bits=16: write 32, 24 or '16-stochastic'"]),
         ({"state_budget": "much"}, PresetError, ["compact_states.state_budget='much'", "B, KiB"]),
-        ({"back_end": "bnb"}, PresetError, ["compact_states.back_end='bnb': write 'own' or 'torchao_8bit'"]),
+        ({"back_end": "bnb"}, PresetError, ["compact_states.back_end='bnb': write 'own', 'torchao_8bit'"]),
         (
             {"master_bits": 32, "back_end": "torchao_8bit"},
             ConflictError,
