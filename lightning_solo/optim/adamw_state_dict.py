@@ -51,7 +51,9 @@ def loadable_states(
         whole, without = layout(p), {name: value for name, value in state.items() if name != "correction"}
         moments = {name: size for name, size in whole.items() if name != "correction"}
         correction = {name: size for name, size in whole.items() if name == "correction"}
-        if not any(is_alike(state, each) for each in ({}, correction, moments, whole)) and not is_plain(without, p):
+        has_its_bits = any(is_alike(correction_of(state), each) for each in ({}, correction))
+        is_alike_here = any(is_alike(state, each) for each in ({}, correction, moments, whole))
+        if not is_alike_here and not (has_its_bits and is_plain(without, p)):
             raise CheckpointError(
                 f"the states of {name_in(optimizer, p)}: {described(state)} in the file, {described(whole)} here;"
                 f" resume with the bits of the file, {_bits(states)}; convert it by {CONVERT}, which any bits resume;"

@@ -80,7 +80,7 @@ def _gathered(p: Tensor, state: Mapping[str, Any], flat: Flat, keep: bool) -> di
             whole = {name: value for name, value in state.items() if not name.startswith("exp_avg")}
             whole |= {name: value for name, value in plain(p, state).items() if name in MOMENTS}
         for name, value in whole.items():
-            if name in flat and value.dim() == 1:
+            if name in flat and value.dim() == 1 and not is_sharded(value):
                 whole[name] = gathered_flat(value.to(p.device), p, keep)
     return {name: gathered(value, keep) for name, value in whole.items()}
 

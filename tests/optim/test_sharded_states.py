@@ -17,12 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lightning_solo.errors import PresetError
+from lightning_solo.errors import CheckpointError, PresetError
 from lightning_solo.memory.sharded_tensors import is_sharded, local, part_of, span
+from lightning_solo.optim.adamw_state_dict import unmarked
+from lightning_solo.optim.adamw_states import plain
 from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.compressed_moments import LEAST
 from lightning_solo.optim.master_weights import MasterWeights
-from lightning_solo.optim.sharded_states import load_states
+from lightning_solo.optim.sharded_states import gathered_states, load_states
 from lightning_solo.optim.split_weights import split_parameters
 
 SHAPES = ((96, 64), (40, 128), (64,), (3, 5), (1, 4))  # of which the first two have moments in 8 bits
@@ -156,3 +158,38 @@ def test_moments_in_blocks_that_shards_cut_are_rounded_again() -> None:
                 found = mine.adamw_state_dict()["state"][0][name]
                 assert (local(found) - expected).abs().max() <= 0.02 * expected.abs().max()
                 assert expected.abs().max() > 0
+
+
+def _matrix(bits: Any) -> tuple[nn.Parameter, CompactAdamW]:
+    matrix = nn.Parameter(torch.randn(96, 64))
+    return matrix, _compact(bits)([matrix], split_parameters([matrix], bits))
+
+
+@pytest.mark.parametrize("bits", [24, "16-stochastic"])
+def test_plain_moments_beside_a_correction_of_other_bits_are_refused(bits: Any) -> None:
+    matrix, optimizer = _matrix(32)
+    matrix.grad = torch.randn_like(matrix)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    state = unmarked(saved)["state"][0]
+    saved["state"][0] = {**plain(matrix, state), "correction": state["correction"]}  # as of shards that cut blocks
+    with pytest.raises(CheckpointError, match="master_bits=32"):
+        _matrix(bits)[1].load_state_dict(saved)
+    same, other = _matrix(32)
+    other.load_state_dict(saved)
+    assert torch.equal(other.state[same]["correction"], state["correction"])
+
+
+def test_states_of_a_vector_whose_shards_cut_blocks_are_gathered() -> None:
+    with rank_of(0, 1) as mesh:
+        shards, _ = _shards([nn.Parameter(torch.randn(5000))], None, mesh)
+        optimizer = CompactAdamW(shards, master_bits=32, fused=False)
+        shards[0].grad = distribute_tensor(torch.randn(5000), mesh, [Shard(0)], src_data_rank=None)
+        optimizer.step()
+        moments = optimizer.adamw_state_dict()["state"][0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lightning_solo.optim.sharded_states._cuts_blocks", lambda p: True)
+            whole = gathered_states(optimizer, keep=True)["state"][0]
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(whole[name], local(moments[name]))
+            assert whole[name].abs().max() > 0
