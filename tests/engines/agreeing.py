@@ -37,6 +37,21 @@ class Breaking(ByteGPT):
         return loss + self.wrong if math.isinf(self.wrong) else loss * self.wrong
 
 
+class InfiniteGradient(ByteGPT):
+    """A byte GPT whose second loss is finite, with an infinite gradient of one number, in the last process's shard."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(width=32, depth=3, heads=2, context=16, warmup_steps=1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx != 1:
+            return loss
+        number = next(p for p in self.parameters() if p.dim() == 2).flatten()[-1]
+        return loss + (number - number.detach()).sqrt()
+
+
 class Steps(L.Callback):
     """Collects each process's optimizer steps and skipped windows, and the whole weights, when training ends."""
 
@@ -79,6 +94,15 @@ def guard(folder: Path) -> dict[str, Any]:
         for wrong in (math.inf, math.nan)
         for process in (0, 1)
     }
+
+
+def shards(folder: Path) -> Any:
+    """Return each process's steps and skipped windows where one alone has the shard of an infinite gradient."""
+    steps = Steps()
+    callback = {"finite_guard": {"policy": "skip_window"}, "compact_states": {}}
+    preset = {"precision": "bf16-true", "strategy": ENGINES["fsdp"], "callback": callback}
+    trained(preset, folder, module=InfiniteGradient(), callbacks=[steps])
+    return steps.each
 
 
 class Draws(L.Callback):

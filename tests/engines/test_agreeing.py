@@ -34,6 +34,10 @@ def test_a_wrong_loss_in_one_process_skips_or_stops_the_step_in_both(tmp_path: P
     assert any("another process" in refusal for each in results.values() for refusal in each.get("refusals", ()))
 
 
+def test_an_infinite_gradient_in_one_shard_skips_the_step_of_compact_states_in_both(tmp_path: Path) -> None:
+    assert run("agreeing:shards", tmp_path, limit_s=LIMIT_S) == [[3, 1]] * 2
+
+
 def test_processes_with_different_seeds_skip_the_same_blocks(tmp_path: Path) -> None:
     results = run("agreeing:draws", tmp_path, limit_s=LIMIT_S)
     assert list(results) == list(ENGINES)

@@ -374,7 +374,8 @@ class FiniteGuard(Technique, Settings):
         norm = self._norms.get(optimizer)
         if norm is not None:
             return local(norm).isfinite().logical_not()
-        if isinstance(optimizer, SplitOptimizer) or hasattr(optimizer, "overflow"):  # DeepSpeed's
+        looks_itself = isinstance(optimizer, SplitOptimizer) and self._processes == 1  # each of several at its shards
+        if looks_itself or hasattr(optimizer, "overflow"):  # DeepSpeed's
             return None
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self._processes > 1:
