@@ -78,7 +78,7 @@ def process_start(pid: int) -> int:
 
 
 def host_share(processes: int) -> int:
-    """Return this process's share of the host, in bytes, if so many begin to use it now; for `HOST_SHARE`."""
+    """Return the bytes of the host for this process, a value of `HOST_SHARE`, if so many processes start now."""
     return host_memory()[1] // processes + _resident(Path("/"))
 
 

@@ -24,7 +24,7 @@ STATES = frozenset({"weights", "gradients", "optimizer_states"})
 
 @dataclass(frozen=True)
 class Ranks:
-    """What an engine for several devices makes of the bytes of each of its processes.
+    """How an engine for several devices changes the bytes of each of its processes.
 
     Attributes:
         sharded: categories of model states of which a process has its share.
@@ -56,7 +56,7 @@ class Tracing:
         precision: Lightning's name of the precision of forward and backward.
         accumulation: micro-batches per optimizer step.
         attached: settings of the technique for the trace; None omits the technique.
-        ranks: what an engine makes of a process's bytes; None without one.
+        ranks: how an engine changes a process's bytes; None without one.
         states: formula for model states that are not traced; None if they are traced.
         steps: number of traced optimizer steps; optimizer states exist from the second step on.
         splits: whether a batch is split into micro-batches, as large as memory allows.

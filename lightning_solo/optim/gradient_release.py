@@ -331,8 +331,8 @@ class StepInBackward:
     def _keep(self, parameter: Tensor, gradient: Tensor) -> None:
         if is_sharded(gradient):
             raise GradientError(
-                f"the gradient of {self._name(parameter)} is sharded, and is to be kept for accumulation or clipping by"
-                " norm, of which one process knows nothing; write accumulate_grad_batches=1 for all of the run"
+                f"the gradient of {self._name(parameter)} is sharded, and can't be kept for accumulation or clipping by"
+                " norm; write accumulate_grad_batches=1 for all of the run"
             )
         if parameter in self._sums:
             if self.accumulation == 1:

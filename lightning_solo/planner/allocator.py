@@ -66,8 +66,8 @@ class CachingAllocator:
         capacity: bytes of the device.
         reserved: bytes of all segments.
         peak_reserved: the most that were reserved.
-        least_refused: the least that would have been reserved if the capacity sufficed. With any capacity from
-            ``peak_reserved`` to below this one, the allocator does the same.
+        least_refused: the least bytes that were asked for in all, and exceeded the capacity. With any capacity from
+            ``peak_reserved`` to below this, the allocator does the same.
     """
 
     least_rest = SMALL + ROUND  # bytes from which the rest of a large block is split off

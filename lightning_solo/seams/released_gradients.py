@@ -127,8 +127,8 @@ class ReleasedGradients(Technique):
             clips = f"gradient_clip_val={value}" if value else "configure_gradient_clipping"
             what = f"accumulate_grad_batches={ctx.window.factor}" if ctx.window.accumulates else clips
             raise ConflictError(
-                f"{self.option}, {what} and sharded weights: a process has a shard of each gradient to keep until the"
-                f" step, and knows no norm of all; write ~{self.option}, or leave out {what.partition('=')[0]}"
+                f"{self.option}, {what} and sharded weights: gradients would be kept until the step, but a process has"
+                f" only shards of them, and not their norm; write ~{self.option}, or leave out {what.partition('=')[0]}"
             )
         if release.buffer == "host" and not release.immediate:
             release.allocate()

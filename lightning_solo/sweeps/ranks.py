@@ -77,7 +77,7 @@ def _rank(work: Callable[[int], int], rank: int, devices: int, port: int, _: Con
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a port that is taken in this context, but for a listener that reuses addresses, as torch's store does."""
+    """Yield a port that only a listener that reuses addresses can take in this context, as torch's store does."""
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))

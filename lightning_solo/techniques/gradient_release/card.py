@@ -32,15 +32,14 @@ def _scaled_gradients(settings: Settings, configuration: Configuration) -> str |
 
 def _under_fsdp(settings: Settings, configuration: Configuration) -> str:
     """Return why gradients can't be kept until the end of a window; without one they are released."""
-    owners = [
-        chosen for chosen in configuration.techniques if chosen.owned() & {"accumulation_factor", "micro_batches"}
-    ]
-    batches = configuration.accumulate_grad_batches or 1
-    for what, remedy in [(each.choice, each.removal) for each in owners] + (
-        [(f"accumulate_grad_batches={batches}", "accumulate_grad_batches=1")] if batches > 1 else []
-    ):
-        return f"{what} would keep a process's shards of gradients until the step; write {remedy}"
-    return EXACT
+    owned = {"accumulation_factor", "micro_batches"}
+    keepers = [(each.choice, each.removal) for each in configuration.techniques if each.owned() & owned]
+    if (batches := configuration.accumulate_grad_batches or 1) > 1:
+        keepers.append((f"accumulate_grad_batches={batches}", "accumulate_grad_batches=1"))
+    if not keepers:
+        return EXACT
+    what, remedy = keepers[0]
+    return f"{what} would keep a process's shards of gradients until the step; write {remedy}"
 
 
 def footprint(settings: Settings, request: Request, before: Footprint) -> Footprint:
