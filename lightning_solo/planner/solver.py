@@ -293,13 +293,13 @@ def _chosen(tables: _Tables, highs: bool | None) -> Choice | None:
     found = _by_search(tables)
     if _has_highs(highs):
         found = min(filter(None, (found, _by_highs(tables))), key=lambda each: tables.rank(*each))
-    return tables.choice(_spread(tables, *found), found[1]) if tables.fits(*found) else None
+    return tables.choice(*_spread(tables, *found)) if tables.fits(*found) else None
 
 
-def _spread(tables: _Tables, columns: Any, away: Mapping[str, float]) -> Any:
+def _spread(tables: _Tables, columns: Any, away: Mapping[str, float]) -> tuple[Any, Mapping[str, float]]:
     """Return the choice with blocks that copy evenly among the others, if it is as good.
 
-    Between two that copy, the bus has time for their copies.
+    Between two that copy, the bus has time for their copies. The bytes by which its peak is higher go to the host.
     """
     copies = tables.copied.any(axis=0)[columns]
     count, moved = len(columns), int(copies.sum())
@@ -308,11 +308,10 @@ def _spread(tables: _Tables, columns: Any, away: Mapping[str, float]) -> Any:
     spread[places] = columns[copies]
     spread[[number for number in range(count) if number not in places]] = columns[~copies]
     allowed = tables.allowed[np.arange(count), spread].all()
-    slack = PRICE * tables.seconds(columns, away)
-    is_good = (
-        allowed and tables.fits(spread, away) and tables.seconds(spread, away) <= tables.seconds(columns, away) + slack
-    )
-    return spread if is_good else columns
+    sent = _sent_away(tables, spread, away)
+    most = (1 + PRICE) * tables.seconds(columns, away)
+    is_good = allowed and tables.fits(spread, sent) and tables.seconds(spread, sent) <= most
+    return (spread, sent) if is_good else (columns, away)
 
 
 def _has_highs(highs: bool | None) -> bool:

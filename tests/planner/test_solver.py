@@ -280,6 +280,19 @@ def test_blocks_that_copy_are_spread_among_the_others() -> None:
         assert modes == ["recompute", "recompute", "offload"] * 3
 
 
+@pytest.mark.parametrize("highs", [True, False], ids=["highs", "search"])
+def test_states_make_room_for_spreading_blocks_that_copy(highs: bool) -> None:
+    options = {"keep": Option(100, 105, 10, 1, 2), "offload": Option(10, 60, 40, 1, 2, copied=90)}
+    calls = [Call(f"blocks.{number}", options) for number in range(6)]
+    states = {"states": Movable(400, 0, {UP: 1, DOWN: 1})}
+    problem = Problem(
+        calls, [*reversed(range(6))], 1000, 0, 0, {}, 1000, movables=states, bandwidth=1e3, exposed={"offload": 1e-4}
+    )
+    choice = solve(problem, highs=highs)
+    assert [*choice.modes.values()] == ["keep", "offload"] * 3
+    assert choice.away == {"states": 380} and choice.peak == problem.budget, "one after the other they need 40 less"
+
+
 def test_search_moves_states_to_make_room_for_faster_modes() -> None:
     options = {
         "recompute": Option(2, 22, 33, 1, 2),
