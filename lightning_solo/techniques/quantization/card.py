@@ -66,6 +66,6 @@ CARD = Card(
     " https://arxiv.org/abs/1308.3432",
     owns=frozenset({"products"}),
     rules=(_others,),
-    caveat=lambda settings: "it trains for a model in few bits",
+    caveat=lambda settings: "trains for a model in few bits",
     engines=alike(ROUNDING),
 )

@@ -59,7 +59,7 @@ CARD = Card(
     " https://arxiv.org/abs/2208.07339",
     owns=frozenset({"products"}),
     reads=frozenset({"weights"}),
-    caveat=lambda settings: "it rounds the frozen weights",
+    caveat=lambda settings: "rounds the frozen weights",
     requires=(
         Requirement(
             "package",
