@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,13 +44,13 @@ def name_by_launcher() -> str | None:
     """Return a run's name that all processes of torchrun or SLURM know; None if neither has started this one.
 
     Raises:
-        PresetError: torchrun on several machines has no ``--rdzv-id``.
+        PresetError: torchrun on several machines, or on a Mac, has no ``--rdzv-id``.
     """
     given = os.environ
     if int(given.get("WORLD_SIZE", "1")) > 1 and (run_id := given.get("TORCHELASTIC_RUN_ID")):
         if run_id != "none":
             return re.sub(r"[^\w.-]", "_", f"torchrun-{run_id}")
-        if given.get("LOCAL_WORLD_SIZE") != given["WORLD_SIZE"]:
+        if given.get("LOCAL_WORLD_SIZE") != given["WORLD_SIZE"] or sys.platform != "linux":
             raise PresetError("run: torchrun gives its processes no common name; write run=<name>")
         started = process_start(os.getppid())  # of torchrun
         return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(started))
