@@ -81,3 +81,12 @@ def test_several_devices_need_an_engine(preset: str) -> None:
 def test_an_engine_takes_any_number_of_devices(engine: str) -> None:
     assert compose([engine, "bf16"], ["devices=3"]).devices == 3
     assert compose([engine, "bf16"]).devices is None
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_compact_states_on_the_host_are_for_one_device(engine: str) -> None:
+    preset = {"strategy": {"name": engine}, "callback": {"compact_states": {"state_budget": "1GiB"}}}
+    with pytest.raises(ConflictError) as refusal:
+        parse_configuration(preset)
+    for overrides in remedies(str(refusal.value)):
+        assert compose(preset, overrides).engine == engine

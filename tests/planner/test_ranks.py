@@ -16,7 +16,7 @@ from lightning_solo.reference.byte_gpt import ByteGPT
 from tests.engines.counting import BATCH, model
 from tests.engines.processes import run
 
-NEAR = {"ddp": 0.01, "fsdp": 0.15, "zero3": 0.05}
+NEAR = {"ddp": 0.01, "fsdp": 0.15, "zero3": 0.08}
 SMALL = partial(ByteGPT, width=32, depth=3, heads=2, context=16)
 
 

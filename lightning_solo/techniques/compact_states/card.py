@@ -135,8 +135,13 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, *assumptions))
 
 
+ONE_DEVICE = f"states on the host are for one device; write {SETTINGS}.state_budget=null"
+
+
 def _under_ddp(settings: Settings, configuration: Configuration) -> str:
-    """Return why another library's optimizer is refused: its random numbers are the process's, not the step's."""
+    """Return why settings are refused. Another library's random numbers are the process's, not the step's."""
+    if settings.state_budget is not None:
+        return ONE_DEVICE
     if settings.back_end != "own":
         return (
             "another library's optimizer draws random numbers in each process, whose weights then differ; write"
@@ -147,6 +152,8 @@ def _under_ddp(settings: Settings, configuration: Configuration) -> str:
 
 def _under_fsdp(settings: Settings, configuration: Configuration) -> str:
     """Return why settings don't work on shards."""
+    if settings.state_budget is not None:
+        return ONE_DEVICE
     strategy = next((chosen.settings for chosen in configuration.techniques if chosen.card.engine == "fsdp"), None)
     if settings.back_end != "own":
         return f"another library's optimizer doesn't know shards; write {SETTINGS}.back_end=own"
