@@ -24,7 +24,7 @@ from lightning_solo.planner.rules import arrange
 
 
 def sizes_below(batch: int) -> list[int]:
-    """Return the sizes that are tried, largest first: the divisors of a batch.
+    """Return the divisors of a batch below it, largest first.
 
     >>> sizes_below(12), sizes_below(7), sizes_below(1)
     ([6, 4, 3, 2, 1], [1], [])

@@ -177,7 +177,7 @@ class _Solver:
         return needed - self._budget, seconds / (self._size * self._parts)
 
     def promise(self) -> tuple[bool, float]:
-        """Return whether the best choice by the tables lacks memory, and its seconds per example or missing bytes."""
+        """Return (False, seconds per example) of the best choice by the tables; (True, missing bytes) if none fits."""
         problem = self._problem()
         try:
             seconds = solve(problem).seconds / self._without_launches

@@ -73,7 +73,7 @@ class Settings(TechniqueSettings):
 
 
 def _under_fsdp(settings: Settings, configuration: Configuration) -> str:
-    """Return why adapters can't be merged; they are trained as on one device."""
+    """Return why adapters can't be merged after the fit. Their training is that of one device."""
     if settings.after_fit == "merge":
         return "adapters can't be merged into shards; write callback.adapters.after_fit=keep"
     return ROUNDING
