@@ -89,8 +89,10 @@ class Planner:
             largest = self._largest(arranged, scalable)
         elif scalable.alone:
             largest = 0
-        if arranged.splits:
+        # a number that is written runs if it fits at all; auto has to find one
+        if arranged.splits and not (arranged.at_most and self._fits_at(self.at(size, arranged, scalable), arranged, 0)):
             size = min(size, largest or size)
+        if arranged.splits:
             arranged = replace(arranged, accumulation=arranged.accumulation * -(-self.micro_batch // size))
         planned = self.at(size, arranged, scalable)
         memory = self._memory(planned, arranged)
@@ -199,8 +201,8 @@ class Planner:
                 reserved = capacities.peak_reserved(self.budget - context) + context
         return {"peak_bytes": peak, "breakdown": breakdown, "needed_bytes": needed, "reserved_bytes": reserved}
 
-    def _fits_at(self, trace: Trace, arranged: Arrangement) -> bool:
-        room = int(self.budget / (1 + TIGHT))
+    def _fits_at(self, trace: Trace, arranged: Arrangement, margin: float = TIGHT) -> bool:
+        room = int(self.budget / (1 + margin))
         if not self._cuda:
             return trace.log.peak()[0] <= room
         room -= self.device.context_bytes

@@ -188,6 +188,8 @@ class _Solver:
     def planned(self, config: Configuration) -> Plan:
         """Return the plan of a preset that was solved."""
         plan = with_host_memory(self._planner.plan(SOLVED, config), self._planner.host_memory)
+        if self._scaled is not None:  # the plan of a size that doesn't fit is that of the largest that does
+            config = with_settings(config, micro_batch=plan.micro_batch)
         return replace(plan, configuration=fields_of(config))
 
     def plan(self) -> Plan:

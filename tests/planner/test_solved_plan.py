@@ -19,11 +19,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_solo.attach import trainer_kwargs
-from lightning_solo.planner.bases import Bases, configuration_of, solved_lines, with_modes
+from lightning_solo.cards.configuration import Configuration
+from lightning_solo.planner.bases import MICRO_BATCH, Bases, configuration_of, settings_of, solved_lines, with_modes
 from lightning_solo.planner.block_marks import BACKWARD, FORWARD
 from lightning_solo.planner.block_tables import block_table, problem_of
 from lightning_solo.planner.device import device
-from lightning_solo.planner.plan import TIGHT, verdict_of
+from lightning_solo.planner.micro_batch_sizes import ScaledTraces, divided
+from lightning_solo.planner.plan import TIGHT, Plan, verdict_of
 from lightning_solo.planner.planner import Planner
 from lightning_solo.planner.rules import arrange
 from lightning_solo.planner.solved_plan import _Solver, solved
@@ -139,6 +141,61 @@ def test_traced_bytes_above_the_tables_correct_the_next_round(
     assert tried[0] > tried[1], tried
     assert plan.needed_bytes <= planner.budget
     assert host is None or tried[-1] * 63 + 10 <= host
+
+
+@pytest.mark.parametrize(
+    ("again", "size", "kept"), [(0.2, 8, 1), (0.7, 4, 3), (2.0, 2, 4)], ids=["whole batch", "larger", "all kept"]
+)
+def test_fastest_of_micro_batches_and_recomputation_is_solved(
+    monkeypatch: pytest.MonkeyPatch, again: float, size: int, kept: int
+) -> None:
+    """A call takes 0.2 s and 1/8 s per sample, and ``again`` times as much if it is recomputed."""
+    planner, base = Planner(make, text(8), {}, device("cpu"), 1400), replace(compose("baseline"), precision="32-true")
+
+    def tables(size: int) -> Problem:
+        seconds = 8 / size * (0.2 + size / 8)
+        keep = Option(100 * size, 100 * size, 0, seconds, 0)
+        options = {"keep": keep, "recompute": Option(10 * size, 10 * size, 0, seconds, again * seconds)}
+        return Problem([Call(name, options) for name in NAMES], [3, 2, 1, 0], 0, 0, 0, {}, 1400)
+
+    def traced(config: Configuration, size: int) -> SimpleNamespace:
+        by_mode = (settings_of(config, "modes") and settings_of(config, "modes").modes) or {"keep": NAMES}
+        modes = {name: mode for mode, names in by_mode.items() for name in names}
+        return SimpleNamespace(choice=evaluate(tables(size), modes), host_bytes=0)
+
+    def planned(name: str, config: Configuration) -> Plan:
+        size = settings_of(config, MICRO_BATCH).micro_batch if settings_of(config, MICRO_BATCH) else 8
+        choice = traced(config, size).choice
+        fields = {"needed_bytes": choice.peak, "seconds_per_step": choice.seconds}
+        return plan_with(preset=name, micro_batch=size, accumulation=8 // size, **fields)
+
+    monkeypatch.setattr(_Solver, "_problem", lambda self: tables(self._size))
+    monkeypatch.setattr(_Solver, "_arranged", lambda self, config: config)
+    monkeypatch.setattr(
+        ScaledTraces, "at", lambda self, configs, size: {name: traced(each, size) for name, each in configs.items()}
+    )
+    monkeypatch.setattr(planner, "captured", traced)
+    monkeypatch.setattr(planner, "costs", lambda config, trace: (trace.choice.peak, trace.choice.seconds))
+    monkeypatch.setattr(planner, "plan", planned)
+    lacking = {"baseline": plan_with(preset="baseline", verdict="does not fit")}
+    result = solved(planner, Bases({"baseline": base}, accept_tight=True), lacking)
+    written = configuration_of(result)
+    assert (result.micro_batch, result.accumulation) == (size, 8 // size)
+    assert (settings_of(written, MICRO_BATCH) is None) == (size == 8)
+    modes = settings_of(written, "modes")
+    assert len(NAMES if modes is None else modes.modes["keep"]) == kept
+    assert solved(planner, Bases({"baseline": base}, accept_tight=True, whole_batch=True), lacking).micro_batch == 8
+
+
+def test_micro_batch_of_a_solved_plan_is_written_as_it_is_described() -> None:
+    planner, base = Planner(partial(Uneven, (64,)), torch.zeros(8, 64, 64), {}, device("cpu"), GiB), compose("baseline")
+    config = divided(base, 4)
+    needed = planner.plan("all", config).needed_bytes
+    for budget, described, verdict in ((needed, 4, "tight"), (needed - 1, 3, "fits")):
+        planner.budget = budget
+        plan = _Solver(planner, Bases({}, accept_tight=True), base, 4, ScaledTraces(planner)).planned(config)
+        assert (plan.micro_batch, plan.verdict) == (described, verdict)
+        assert solved_lines(configuration_of(plan)) == [f"callback.micro_batching.micro_batch={described}"]
 
 
 @pytest.mark.long
