@@ -120,6 +120,11 @@ class Configuration:
         """The engine for several devices; empty without one."""
         return next((chosen.card.engine for chosen in self.techniques if chosen.card.engine), "")
 
+    @property
+    def without_engine(self) -> Configuration:
+        """A copy without the engine's strategy."""
+        return replace(self, techniques=tuple(chosen for chosen in self.techniques if not chosen.card.engine))
+
     def one_device(self, given: str) -> str:
         """Return the message for several devices that are ``given`` to a preset for one."""
         what = f"strategy={self.strategy.card.name}" if isinstance(self.strategy, Chosen) else "a preset without engine"

@@ -243,7 +243,8 @@ def notes(plans: Sequence[Plan], presets: Mapping[str, Configuration], allow: Se
     solved = [
         f"{plan.preset}: {line}" for plan in plans if plan.configuration for line in solved_lines(planned[plan.preset])
     ]
-    return steps + [f"{name}: {caveat}" for name, parts in planned.items() for caveat in parts.caveats] + solved
+    caveats = [f"{name}: {caveat}" for name, parts in planned.items() for caveat in parts.without_engine.caveats]
+    return steps + caveats + solved  # an assumption says of how many processes an engine's plan is
 
 
 def as_plain(

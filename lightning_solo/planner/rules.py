@@ -79,7 +79,7 @@ def arrange(config: Configuration, trainer: Mapping[str, Any], *, undivided: boo
     processes = processes_of(config, trainer) if tracing.ranks is not None else 1
     if tracing.ranks is not None:
         assumption = (
-            f"planned for each of {processes} processes; seconds without their communication"
+            f"planned for one rank of {processes}; seconds without communication between them"
             if processes > 1
             else f"{config.engine}: planned for one process alone; devices=2 plans one of two"
         )

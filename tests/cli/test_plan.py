@@ -414,6 +414,12 @@ def test_notes_are_of_presets_with_long_steps_and_of_caveats(preset_with_caveat:
     assert notes([SAMPLE], presets) == []
 
 
+def test_an_engines_plan_has_only_the_caveats_of_its_techniques() -> None:
+    presets = {"fsdp": composed("fsdp", ["devices=3"]), "both": composed("fsdp", ["+callback=layer_drop"])}
+    (found,) = notes([replace(SAMPLE, preset=name) for name in presets], presets)
+    assert found.startswith("both: callback.layer_drop")
+
+
 def test_the_fastest_of_presets_that_are_named_is_first(
     preset_with_caveat: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ def planned(engine: str, devices: int = 1, make: Any = SMALL) -> Plan:
 def test_a_process_of_fsdp_has_its_share_of_the_states() -> None:
     alone, half, quarter = (planned("fsdp", devices) for devices in (1, 2, 4))
     assert "one process alone" in " ".join(alone.assumptions)
-    assert "each of 4 processes" in " ".join(quarter.assumptions)
+    assert "one rank of 4" in " ".join(quarter.assumptions)
     states = alone.breakdown["optimizer_states"]
     assert half.breakdown["optimizer_states"] == pytest.approx(states / 2, rel=0.01)
     assert quarter.breakdown["optimizer_states"] == pytest.approx(states / 4, rel=0.01)
