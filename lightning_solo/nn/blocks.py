@@ -33,7 +33,7 @@ def named_blocks(
     """
     if blocks == "auto":
         return repeated_blocks(module, option)
-    return blocks_of_class(module, [blocks] if isinstance(blocks, str) else blocks)
+    return blocks_of_class(module, [blocks] if isinstance(blocks, str) else blocks, option)
 
 
 def repeated_blocks(module: nn.Module, option: str = "blocks") -> dict[str, nn.Module]:
@@ -57,7 +57,7 @@ def repeated_blocks(module: nn.Module, option: str = "blocks") -> dict[str, nn.M
     return _outermost(module, _likeness(blocks))
 
 
-def blocks_of_class(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+def blocks_of_class(module: nn.Module, names: Sequence[str], option: str = "blocks") -> dict[str, nn.Module]:
     """Return qualified name -> outermost module below ``module`` whose class has one of ``names``, in module order.
 
     Raises:
@@ -67,8 +67,8 @@ def blocks_of_class(module: nn.Module, names: Sequence[str]) -> dict[str, nn.Mod
     for name in names:
         if name not in classes:
             raise NothingToDoError(
-                f"no module of class {name!r} in {type(module).__name__}{nearest(name, classes)}"
-                f"there are {', '.join(classes) or 'no modules'}"
+                f"{option}=[{', '.join(names)}]: no module of class {name!r} in {type(module).__name__}"
+                f"{nearest(name, classes)}there are {', '.join(classes) or 'no modules'}"
             )
     return _outermost(module, lambda m: type(m).__name__ in names)
 

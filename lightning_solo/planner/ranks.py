@@ -36,6 +36,8 @@ class Groups:
         try:
             blocks = without_shared_parameters(module, list(named_blocks(module, names, "strategy.blocks").values()))
         except NothingToDoError:
+            if names != "auto":
+                raise
             return cls()
         sizes = [sum(p.numel() for p in block.parameters()) for block in blocks]
         return cls(max(sizes, default=0) / total, sum(sizes) / total) if total else cls()

@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,8 +57,26 @@ class SeveralDevices(OfEitherHome):
         return bool(this.num_processes * this.num_nodes == 1)
 
     def _configure_launcher(self) -> None:
-        if not self.is_alone:  # Lightning's launcher sets the variables of a cluster
-            super()._configure_launcher()  # type: ignore[misc]
+        if self.is_alone:  # Lightning's launcher sets the variables of a cluster
+            return
+        super()._configure_launcher()  # type: ignore[misc]
+        launcher = vars(self)["_launcher"]
+        launcher.launch = partial(self._launch, launcher.launch)
+
+    def _launch(self, launch: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        if trainer is not None and trainer.training:
+            self.before_processes(trainer)
+        return launch(*args, trainer=trainer, **kwargs)
+
+    def before_processes(self, trainer: Any) -> None:
+        """Refuse a fit for what Trainer and module tell before the other processes start.
+
+        Raises:
+            ConflictError: a technique doesn't run with an argument of the Trainer.
+        """
+        for callback in trainer.callbacks:
+            if (check := getattr(callback, "before_processes", None)) is not None:
+                check(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies and pickles, without the open group."""

@@ -20,7 +20,8 @@ from lightning_solo.memory.sharded_tensors import is_sharded
 from lightning_solo.optim.gradient_release import StepInBackward
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.seams import patches
-from lightning_solo.seams.homes import part
+from lightning_solo.seams.engines import engine_of
+from lightning_solo.seams.homes import home_of, part
 from lightning_solo.seams.hooks import gradient_names, uses_gradients
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -106,8 +107,7 @@ class ReleasedGradients(Technique):
             vars(optimizer)["parameter_names"] = {p: name for name, p in ctx.module.named_parameters()}
             ctx.undo.callback(vars(optimizer).pop, "parameter_names", None)
         value = ctx.trainer.gradient_clip_val or None
-        algorithm = ctx.trainer.gradient_clip_algorithm
-        by_value = str(getattr(algorithm, "value", algorithm)) == "value"
+        by_value = _by_value(ctx.trainer)
         by_hand = self._clips_by_hand
         released = [each for each in ctx.techniques if isinstance(each, ReleasedGradients)]
         keeper = next((each for each in released if each.buffer == "host"), self)
@@ -124,12 +124,7 @@ class ReleasedGradients(Technique):
             release.measures, release.max_norm = True, float(value)
         ctx.undo.callback(self._stop)
         if not release.immediate and any(map(is_sharded, parameters_of(optimizer))):
-            clips = f"gradient_clip_val={value}" if value else "configure_gradient_clipping"
-            what = f"accumulate_grad_batches={ctx.window.factor}" if ctx.window.accumulates else clips
-            raise ConflictError(
-                f"{self.option}, {what} and sharded weights: gradients would be kept until the step, but a process has"
-                f" only shards of them, and not their norm; write ~{self.option}, or leave out {what.partition('=')[0]}"
-            )
+            self._refuse_shards(ctx.trainer, ctx.module, ctx.window.factor)
         if release.buffer == "host" and not release.immediate:
             release.allocate()
         ctx.release, ctx.window.gradients_stay = release, False
@@ -137,6 +132,34 @@ class ReleasedGradients(Technique):
         ctx.undo.enter_context(patches.without_clipping(ctx.strategy.precision_plugin))
         ctx.info(f"{self._word}: gradients, {self._words(ctx, release)}")
         return optimizers
+
+    def before_processes(self, trainer: Any) -> None:
+        """Refuse accumulation and clipping that would keep gradients of shards.
+
+        Raises:
+            ConflictError: the engine is `fsdp`, and the Trainer accumulates or clips by norm.
+        """
+        if engine_of(trainer.strategy) == "fsdp":
+            self._refuse_shards(trainer, trainer.lightning_module, trainer.accumulate_grad_batches)
+
+    def _refuse_shards(self, trainer: Any, module: Any, factor: int) -> None:
+        """Refuse to keep gradients of shards until the step."""
+        start, rest = f"{self.option} and strategy=fsdp can't be combined with", f"or ~{self.option}"
+        if factor > 1:
+            raise ConflictError(
+                f"{start} accumulate_grad_batches={factor}: a process would keep its shards of all gradients until the"
+                f" step, and release none; write accumulate_grad_batches=1, {rest}"
+            )
+        if _clips_by_hand(module):
+            raise ConflictError(
+                f"{start} {type(module).__name__}.configure_gradient_clipping: it clips after backward, in which"
+                f" shards have stepped; drop it, {rest}"
+            )
+        if (value := trainer.gradient_clip_val) and not _by_value(trainer):
+            raise ConflictError(
+                f"{start} gradient_clip_val={value}: each block's shards step in backward, before the norm of all"
+                f" gradients is known; drop gradient_clip_val, write gradient_clip_algorithm='value', {rest}"
+            )
 
     def _look_at_hooks(self, ctx: Run) -> bool:
         """Warn of hooks that will find no gradients; return whether the module overrides Lightning's clipping."""
@@ -159,7 +182,7 @@ class ReleasedGradients(Technique):
                 f"{type(owner).__name__}.{hook} finds no .grad: gradients are released in backward; to log their"
                 f" norms write +callback=gradient_norm; if it changes gradients, write ~{self.option}"
             )
-        if not overridden("configure_gradient_clipping", ctx.module):
+        if not _clips_by_hand(ctx.module):
             return False
         names = gradient_names(ctx.module.configure_gradient_clipping)
         if names and names.isdisjoint(CLIPPING):
@@ -248,6 +271,18 @@ class ReleasedGradients(Technique):
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)
+
+
+def _by_value(trainer: Any) -> bool:
+    """Return whether a Trainer clips by value."""
+    algorithm = trainer.gradient_clip_algorithm
+    return str(getattr(algorithm, "value", algorithm)) == "value"
+
+
+def _clips_by_hand(module: Any) -> bool:
+    """Return whether a module overrides Lightning's clipping."""
+    overridden = part(home_of(module), "utilities.model_helpers").is_overridden
+    return bool(overridden("configure_gradient_clipping", module))
 
 
 def _micro_batches(ctx: Run) -> int:

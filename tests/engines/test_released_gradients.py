@@ -43,7 +43,7 @@ def test_norms_of_shards_are_those_of_one_process(results: dict[str, Any], tmp_p
 
 @pytest.mark.parametrize("argument", ["gradient_clip_val", "accumulate_grad_batches"])
 def test_gradients_that_would_be_kept_are_refused(argument: str, results: dict[str, Any]) -> None:
-    expected = mentions("callback.gradient_release", argument, "sharded weights", "~callback.gradient_release")
+    expected = mentions("callback.gradient_release", argument, "strategy=fsdp", "~callback.gradient_release")
     assert re.search(expected, results[argument])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,6 +37,16 @@ def mesh() -> Iterator[Any]:
         yield init_device_mesh("cpu", (1,))
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise ChildProcessError where Lightning would start further processes."""
+
+    def starts(launcher: object) -> None:
+        raise ChildProcessError
+
+    monkeypatch.setattr(_SubprocessScriptLauncher, "_call_children_scripts", starts)
 
 
 def test_each_block_is_a_group_and_tied_weights_are_the_roots(mesh: Any) -> None:
@@ -106,17 +117,34 @@ def test_a_parameter_made_after_sharding_is_refused_before_it_trains(tmp_path: P
         fitted("fsdp", tmp_path, module=module, devices=1)
 
 
-def test_a_module_that_optimizes_manually_is_refused_since_its_weights_would_not_train(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_module_that_optimizes_manually_is_refused_since_its_weights_would_not_train(
+    devices: int, tmp_path: Path, no_processes: None
+) -> None:
     module = regression(L, Stack(blocks=2))
     module.automatic_optimization = False
     with pytest.raises(ConflictError, match=mentions("automatic_optimization=False", "ddp", "zero3")):
-        fitted("fsdp", tmp_path, module=module, devices=1, **AT_ONCE)
+        fitted("fsdp", tmp_path, module=module, devices=devices, **AT_ONCE)
 
 
-def test_blocks_that_dont_exist_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_blocks_that_dont_exist_are_refused_before_processes_start(
+    devices: int, tmp_path: Path, no_processes: None
+) -> None:
     assert ShardedStrategy(blocks=["Blok"]).settings.blocks == ["Blok"]
-    with pytest.raises(NothingToDoError, match="Blok"):
-        fitted("fsdp", tmp_path, overrides=["strategy.blocks=[Blok]"], devices=1)
+    words = ("strategy.blocks=[Blok]", "did you mean 'Block'", "there are Stack, ")
+    with pytest.raises(NothingToDoError, match=mentions(*words)):
+        fitted("fsdp", tmp_path, overrides=["strategy.blocks=[Blok]"], devices=devices)
+
+
+@pytest.mark.parametrize("hook", ["configure_model", "setup"])
+def test_blocks_of_a_module_that_is_made_later_are_looked_for_then(
+    hook: str, tmp_path: Path, no_processes: None
+) -> None:
+    module = regression(L, Stack(blocks=2))
+    setattr(module, hook, lambda *args: None)
+    with pytest.raises(ChildProcessError):
+        fitted("fsdp", tmp_path, module, ["strategy.blocks=[Blok]"], devices=2)
 
 
 def test_a_parameter_that_is_a_number_is_refused_by_name(mesh: Any) -> None:
@@ -163,9 +191,33 @@ def test_compact_states_and_released_gradients_on_one_device_are_those_without_i
         assert all(torch.equal(state[key], same[key]) for key in state if isinstance(state[key], torch.Tensor))
 
 
-def test_released_gradients_that_would_be_kept_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConflictError, match=mentions("gradient_release", "gradient_clip_val=0.5", "sharded")):
-        fitted(["fsdp", "gradient_release"], tmp_path, devices=1, **{**AT_ONCE, "gradient_clip_val": 0.5})
+KEEPS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "accumulation": ({"accumulate_grad_batches": 2}, ("release none", "write accumulate_grad_batches=1")),
+    "norm": ({"gradient_clip_val": 0.5}, ("norm of all gradients", "gradient_clip_algorithm='value'")),
+    "by hand": ({}, ("configure_gradient_clipping", "drop it")),
+}
+"""What keeps gradients until the step -> the Trainer's arguments, and words of the refusal."""
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("keeper", KEEPS)
+def test_released_gradients_that_would_be_kept_are_refused_before_processes_start(
+    keeper: str, devices: int, tmp_path: Path, no_processes: None
+) -> None:
+    arguments, words = KEEPS[keeper]
+    module = regression(L, Stack(blocks=2))
+    if keeper == "by hand":
+        module.configure_gradient_clipping = lambda *args, **kwargs: None
+    with pytest.raises(ConflictError, match=mentions("gradient_release", "strategy=fsdp", *words, "~callback")):
+        fitted(["fsdp", "gradient_release"], tmp_path, module, devices=devices, **{**AT_ONCE, **arguments})
+
+
+def test_released_gradients_clipped_by_value_are_those_without_sharding(tmp_path: Path) -> None:
+    by_value = {**AT_ONCE, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    module, _ = fitted(["fsdp", "gradient_release"], tmp_path, devices=1, **by_value)
+    plain, _ = fitted("gradient_release", tmp_path, **by_value)
+    assert equal(plain, module)
+    assert not equal(plain, fitted("gradient_release", tmp_path, **AT_ONCE)[0])
 
 
 def test_weights_are_whole_and_fp32_again_after_compact_states_failed_to_set_up(tmp_path: Path) -> None:

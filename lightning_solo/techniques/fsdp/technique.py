@@ -7,6 +7,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from lightning_solo.cards.settings import TechniqueSettings
 from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.sharded_tensors import gathered
@@ -15,6 +17,7 @@ from lightning_solo.nn.sharding import load_weights, require_sharded, shard
 from lightning_solo.optim.sharded_states import gathered_states, load_states, restore_optimizer
 from lightning_solo.seams import patches
 from lightning_solo.seams.engines import SeveralDevices
+from lightning_solo.seams.homes import part
 from lightning_solo.techniques.fsdp.card import Settings
 
 if TYPE_CHECKING:
@@ -79,22 +82,11 @@ class ShardedStrategy(Base, Settings):
     def setup(self, trainer: Any) -> None:
         """Shard the module, which is complete and changed by the techniques; its weights are on the host so far."""
         module = self._module
-        if trainer.training and not module.automatic_optimization:
-            raise ConflictError(
-                f"strategy=fsdp and {type(module).__name__}.automatic_optimization=False: training_step gathers the"
-                " weights, and a backward before its end doesn't reach their shards; write automatic_optimization=True,"
-                " or the preset ddp or zero3 in its place"
-            )
-        try:
-            blocks = named_blocks(module, self.blocks, "strategy.blocks")
-        except NothingToDoError:
-            if self.blocks != "auto":
-                raise
-            blocks = {}  # one group
+        self._refuse_manual(trainer)
         self._restore = shard(
             module,
             self.device_mesh["data_parallel"],
-            blocks.values(),
+            self._blocks().values(),
             forward_methods=[name for name in STEPS if callable(getattr(module, name, None))],
             reshard_after_forward=self.reshard_after_forward,
             find_unused_parameters=self.find_unused_parameters,
@@ -103,11 +95,40 @@ class ShardedStrategy(Base, Settings):
             super().setup(trainer)
         require_sharded(module)  # optimizers may have made others
 
+    def before_processes(self, trainer: Any) -> None:
+        """Refuse a fit for what Trainer and module tell before the other processes start.
+
+        Raises:
+            ConflictError: the module optimizes manually, or a technique doesn't run with an argument of the Trainer.
+            NothingToDoError: the module has no such blocks, and makes no others later.
+        """
+        super().before_processes(trainer)
+        self._refuse_manual(trainer)
+        overridden = part(self.home, "utilities.model_helpers").is_overridden
+        if not (overridden("configure_model", self._module) or overridden("setup", self._module)):
+            self._blocks()
+
+    def _refuse_manual(self, trainer: Any) -> None:
+        module = self._module
+        if trainer.training and not module.automatic_optimization:
+            raise ConflictError(
+                f"strategy=fsdp and {type(module).__name__}.automatic_optimization=False: training_step gathers the"
+                " weights, and a backward before its end doesn't reach their shards; write automatic_optimization=True,"
+                " or the preset ddp or zero3 in its place"
+            )
+
+    def _blocks(self) -> Mapping[str, nn.Module]:
+        try:
+            return named_blocks(self._module, self.blocks, "strategy.blocks")
+        except NothingToDoError:
+            if self.blocks != "auto":
+                raise
+            return {}  # one group
+
     def make_whole(self) -> None:
         """Make the module plain again, unless the run failed, after which other processes may have gone."""
         restore, self._restore = self._restore, None
-        state = self._module.trainer.state
-        if restore is not None and (self.is_alone or state.status != "interrupted"):
+        if restore is not None and (self.is_alone or self._module.trainer.state.status != "interrupted"):
             whole = restore()
             for optimizer in self.optimizers:
                 restore_optimizer(optimizer, whole, keep=self.is_global_zero)

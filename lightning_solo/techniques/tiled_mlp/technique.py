@@ -37,7 +37,8 @@ class TiledMlp(Technique, Settings):
         if self.parts == AUTO:
             parts = feed_forward_parts(ctx.module)
         else:
-            parts = blocks_of_class(ctx.module, [self.parts] if isinstance(self.parts, str) else self.parts)
+            names = [self.parts] if isinstance(self.parts, str) else self.parts
+            parts = blocks_of_class(ctx.module, names, "callback.tiled_mlp.parts")
         ctx.undo.callback(self._tilings.clear)
         ctx.undo.callback(restore_forwards, parts.values(), Tiling)
         self._tilings.update(tile_parts(parts, self.tile_tokens))
