@@ -40,6 +40,11 @@ def engine_of(strategy: Any) -> str:
     return next((engine for name, engine in ENGINE_OF.items() if name in names), "")
 
 
+def shards_parameters(strategy: Any) -> bool:
+    """Return whether parameters are each process's shards, as DTensors."""
+    return engine_of(strategy) == "fsdp"
+
+
 class SeveralDevices(OfEitherHome):
     """Base of the strategies `ddp`, `fsdp` and `zero3`.
 

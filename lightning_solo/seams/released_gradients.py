@@ -20,7 +20,7 @@ from lightning_solo.memory.sharded_tensors import is_sharded
 from lightning_solo.optim.gradient_release import StepInBackward
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.seams import patches
-from lightning_solo.seams.engines import engine_of
+from lightning_solo.seams.engines import shards_parameters
 from lightning_solo.seams.homes import home_of, part
 from lightning_solo.seams.hooks import gradient_names, uses_gradients
 from lightning_solo.seams.run import Run
@@ -139,7 +139,7 @@ class ReleasedGradients(Technique):
         Raises:
             ConflictError: the engine is `fsdp`, and the Trainer accumulates or clips by norm.
         """
-        if engine_of(trainer.strategy) == "fsdp":
+        if shards_parameters(trainer.strategy):
             self._refuse_shards(trainer, trainer.lightning_module, trainer.accumulate_grad_batches)
 
     def _refuse_shards(self, trainer: Any, module: Any, factor: int) -> None:

@@ -22,7 +22,7 @@ from lightning_solo.optim.compact_adamw import CompactAdamW
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.split_weights import STOCHASTIC
 from lightning_solo.seams import patches
-from lightning_solo.seams.engines import engine_of
+from lightning_solo.seams.engines import shards_parameters
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
 from lightning_solo.techniques.compact_states.card import CARD, MIXED_SHARDS, Settings
@@ -98,7 +98,7 @@ class CompactStates(Technique, Settings):
         precision = ctx.precision
         if message := self.precision_refusal(precision):
             raise ConflictError(message)
-        if engine_of(ctx.strategy) == "fsdp":
+        if shards_parameters(ctx.strategy):
             if precision == "bf16-mixed":
                 raise ConflictError(f"callback.compact_states and strategy=fsdp: {MIXED_SHARDS}")
             if others := [name for name, p in ctx.module.named_parameters() if not p.is_contiguous()]:
