@@ -90,3 +90,23 @@ def test_compact_states_on_the_host_are_for_one_device(engine: str) -> None:
         parse_configuration(preset)
     for overrides in remedies(str(refusal.value)):
         assert compose(preset, overrides).engine == engine
+
+
+@pytest.mark.parametrize(
+    ("sharded", "words"),
+    [
+        ({"precision": "bf16-mixed"}, ("bf16-mixed", "precision=bf16-true")),
+        ({"strategy": {"name": "fsdp", "checkpoint": "folder"}}, ("folder of shards", "strategy.checkpoint=file")),
+    ],
+    ids=["bf16-mixed", "folder"],
+)
+def test_compact_states_under_fsdp_refuse_mixed_precision_and_a_folder(
+    sharded: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    preset = {"strategy": {"name": "fsdp"}, "callback": {"compact_states": {}}, **sharded}
+    with pytest.raises(ConflictError, match=mentions("callback.compact_states", "strategy=fsdp", *words)) as refusal:
+        parse_configuration(preset)
+    offered = remedies(str(refusal.value))
+    assert len(offered) == 2
+    for overrides in offered:
+        assert compose(preset, overrides).engine == "fsdp"

@@ -20,6 +20,7 @@ from lightning_solo.memory.census import LEAST, Kind, take_census
 from lightning_solo.memory.ledger import storages_of
 from lightning_solo.nn.sharding import require_sharded, shard
 from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.fsdp.technique import ShardedStrategy
 from tests.messages import mentions
 from tests.modules import Stack, regression
@@ -176,6 +177,11 @@ def test_weights_in_another_order_of_memory_are_sharded(tmp_path: Path) -> None:
 def test_compact_states_refuse_weights_in_another_order_of_memory(tmp_path: Path) -> None:
     with pytest.raises(ConflictError, match=mentions("compact_states", "up.weight", "contiguous()")):
         fitted(["fsdp", "compact"], tmp_path, module=transposed(), devices=1)
+
+
+def test_compact_states_that_are_no_part_of_the_preset_refuse_mixed_precision(tmp_path: Path) -> None:
+    with pytest.raises(ConflictError, match=mentions("compact_states", "strategy=fsdp", "precision=bf16-true")):
+        fitted("fsdp", tmp_path, devices=1, callbacks=[CompactStates()], precision="bf16-mixed", **AT_ONCE)
 
 
 @pytest.mark.parametrize("preset", ["compact", "gradient_release"])
