@@ -65,8 +65,8 @@ class SeveralDevices(OfEitherHome):
         if self.is_alone:  # Lightning's launcher sets the variables of a cluster
             return
         super()._configure_launcher()  # type: ignore[misc]
-        launcher = vars(self)["_launcher"]
-        launcher.launch = partial(self._launch, launcher.launch)
+        if (launcher := vars(self)["_launcher"]) is not None:  # a process that others have started has none
+            launcher.launch = partial(self._launch, launcher.launch)
 
     def _launch(self, launch: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         if trainer is not None and trainer.training:

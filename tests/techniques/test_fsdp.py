@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import lightning_solo as solo
 from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.census import LEAST, Kind, take_census
 from lightning_solo.memory.ledger import storages_of
@@ -136,6 +137,13 @@ def test_blocks_that_dont_exist_are_refused_before_processes_start(
     words = ("strategy.blocks=[Blok]", "did you mean 'Block'", "there are Stack, ")
     with pytest.raises(NothingToDoError, match=mentions(*words)):
         fitted("fsdp", tmp_path, overrides=["strategy.blocks=[Blok]"], devices=devices)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "fsdp"])
+def test_a_process_that_is_started_by_others_makes_a_trainer(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert L.Trainer(accelerator="cpu", logger=False, **solo.trainer_kwargs(preset, ["devices=2"])).world_size == 2
 
 
 @pytest.mark.parametrize("hook", ["configure_model", "setup"])
