@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engines.agreeing import guarded
-from tests.engines.processes import ENGINES, run
+from tests.engines.processes import run
 
 LIMIT_S = 600
 TOLERANCE = 1e-5
@@ -40,7 +40,7 @@ def test_an_infinite_gradient_in_one_shard_skips_the_step_of_compact_states_in_b
 
 def test_processes_with_different_seeds_skip_the_same_blocks(tmp_path: Path) -> None:
     results = run("agreeing:draws", tmp_path, limit_s=LIMIT_S)
-    assert list(results) == list(ENGINES)
+    assert list(results) == ["ddp", "fsdp"]
     for engine, (first, second) in results.items():
         assert first == second, engine
         assert len(first) == 4
