@@ -34,7 +34,7 @@ from lightning_solo.units import GiB
 from tests.conftest import long
 from tests.messages import mentions
 from tests.modules import loader, regression
-from tests.techniques.test_weights_on_host import BLOCK, BLOCKS, MATRICES, OUTSIDE, WIDTH, Net, Watch
+from tests.techniques.test_weights_on_host import BLOCK, BLOCKS, MATRICES, OUTSIDE, WIDTH, Net, Resident, Watch
 from tests.techniques.test_weights_on_host import module_of as plain_module
 from tests.training import equal
 
@@ -121,6 +121,16 @@ def test_losses_and_weights_are_those_of_resident_weights(make_trainer: Make, ot
     assert_same(on_host, resident)
     if precision == "32-true" and others == "alone":
         assert_same(on_host, fit(make_trainer, **options))  # and of Lightning's own clipping
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("clipping", ["deferred", "second_backward"])
+def test_blocks_that_the_budget_keeps_are_updated_at_once_with_the_same_norm(make_trainer: Make, clipping: str) -> None:
+    technique = WeightsOnHost(weight_budget=OUTSIDE + 2 * BLOCK + 100, window=2, clipping=clipping)
+    found = Resident()
+    kept = fit(make_trainer, technique, found)
+    assert found.stored == tuple(f"net.blocks.{number}" for number in range(BLOCKS - 2))
+    assert_same(kept, fit(make_trainer))
 
 
 @pytest.mark.any_device

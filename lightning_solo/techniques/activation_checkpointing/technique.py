@@ -53,7 +53,7 @@ def wrap_by_mode(blocks: Mapping[str, nn.Module], mode_of: Mapping[str, str], ve
     if unknown := next((name for name in mode_of if name not in blocks), None):
         raise PresetError(
             f"callback.activation_checkpointing.modes: no block {unknown!r}{nearest(unknown, blocks)}there are"
-            f" {', '.join(blocks)}"
+            f" {', '.join(blocks)}; a preset that auto solved is for one module: write solo=auto to solve one for this"
         )
     kept = Kept(PRODUCTS)
     wrapped: dict[str, nn.Module] = {}
