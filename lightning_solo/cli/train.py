@@ -173,7 +173,8 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
     home = home_of(model)  # its Trainer accepts the module
     misconfigured = fabric_part(home, "utilities.exceptions").MisconfigurationException
     callbacks = [*watch, *plan_checks, *(load_class(built_in_cards()[name])() for name in safe)]
-    callbacks += [*averaging(checked), *checkpoint_callbacks(cfg, checked, run_folder, home), data_report(folder)]
+    callbacks += [*averaging(checked), *checkpoint_callbacks(cfg, checked, run_folder, plan_checks, home)]
+    callbacks.append(data_report(folder))
     began: list[Any] = []
     callbacks.append(LambdaCallback(on_train_start=lambda *_: began.append(None)))
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks, lightning=home)
@@ -256,7 +257,6 @@ def chosen(checked: CheckedConfig, file: Path, *, resumes: bool) -> tuple[Config
         trainer=checked.trainer,
         allow=checked.allow,
     )
-    write_json(file, plan.as_dict())
     return config, [PlanCheck(plan)]
 
 
@@ -391,8 +391,13 @@ def csv_logger(folder: Path, home: str = "lightning.pytorch", *, resumes: bool) 
     return logger
 
 
-def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder, home: str) -> list[Any]:
-    """Return the callbacks that save the best and the last checkpoint, the last one also after Ctrl-C and errors."""
+def checkpoint_callbacks(
+    cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder, plan_checks: Sequence[Any], home: str
+) -> list[Any]:
+    """Return the callbacks that save the best and the last checkpoint, the last one also after Ctrl-C and errors.
+
+    When training starts, they write the run's configuration, and the plan of the preset that `auto` chose.
+    """
     from lightning.pytorch.callbacks import LambdaCallback
 
     from lightning_solo.seams.homes import part
@@ -410,6 +415,8 @@ def checkpoint_callbacks(cfg: DictConfig, checked: CheckedConfig, run_folder: Ru
 
     def begun(*_: Any) -> None:
         run_folder.write(cfg)  # a resumed run has read its checkpoint only now
+        for check in plan_checks:
+            write_json(run_folder.path / AUTO_FILE, check.plan.as_dict())
 
     def save_on_exception(*_: Any) -> None:
         # Before the first batch there is nothing to save, and a refused resume has other states than the file

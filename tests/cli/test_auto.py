@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from lightning_solo.planner.plan import Plan
+from lightning_solo.units import MiB
 from tests.cli.commands import call, signalled
+from tests.messages import lines_with
 from tests.training import equal
 
 PROJECT = """
@@ -92,3 +94,38 @@ def test_killed_run_of_a_solved_preset_resumes_to_the_bit(tmp_path: Path) -> Non
     assert whole["global_step"] == resumed["global_step"] == 40
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         assert equal(whole[part], resumed[part]), part
+
+
+@pytest.mark.long
+def test_killed_run_of_auto_is_planned_anew_for_another_budget(tmp_path: Path) -> None:
+    module = ["model=byte_gpt_tiny", "data.batch_size=32", "data.max_bytes=300000", "run=first"]
+    every = ["trainer.val_check_interval=2", "data.validation_batches=1", "solo.auto.device=cpu"]
+    train = ["train", *module, *every, "solo=auto"]
+    former = ["solo.auto.presets=[baseline,checkpointing]", "solo.auto.budget=1GiB"]
+    folder = tmp_path / "runs/first"
+    saved = folder / "checkpoints/last.ckpt"
+    ended, output = signalled(
+        tmp_path, *train, *former, "trainer.max_steps=1000", sent=signal.SIGKILL, ready=saved.exists
+    )
+    assert ended == -signal.SIGKILL, output
+    files = [folder / "auto.json", folder / "config.yaml", *folder.glob("checkpoints/[!.]*")]
+    before = {file: file.read_bytes() for file in files}
+    plan = Plan.from_dict(json.loads(before[files[0]]))
+    assert plan.preset == "baseline"
+    last = f"trainer.max_steps={torch.load(saved, weights_only=True)['global_step'] + 2}"
+
+    said = call(tmp_path, *train, former[0], "solo.auto.budget=60MiB", last, "resume=auto", code=2)
+    assert lines_with(said, "solo.auto.budget", "'1GiB' before", "'60MiB' now")
+    assert lines_with(said, "resume=override")
+    said = call(tmp_path, *train, former[0], "solo.auto.budget=1MiB", last, "resume=override", code=2)
+    assert lines_with(said, "no preset fits in 1.00 MiB", "checkpointing, needs")
+    wider = [former[0], "solo.auto.budget=2GiB", "model.width=256"]
+    said = call(tmp_path, *train, *wider, last, "resume=override", code=2)
+    assert lines_with(said, "last.ckpt", "another model")
+    assert {file: file.read_bytes() for file in files} == before
+
+    said = call(tmp_path, *train, former[0], "solo.auto.budget=60MiB", last, "resume=override")
+    assert lines_with(said, "auto: checkpointing: planned peak"), said
+    plan = Plan.from_dict(json.loads(files[0].read_bytes()))
+    assert (plan.preset, plan.budget_bytes) == ("checkpointing", 60 * MiB)
+    assert f"trainer.max_steps={torch.load(saved, weights_only=True)['global_step']}" == last
