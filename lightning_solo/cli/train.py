@@ -29,8 +29,7 @@ from rich.console import Console
 from lightning_solo.atomic_files import read_json, write_json
 from lightning_solo.build import make, trainer_arguments
 from lightning_solo.cards.catalogue import built_in_cards, load_class
-from lightning_solo.cards.configuration import Chosen, Configuration
-from lightning_solo.cards.engines import EXACT, ROUNDING, answer_of
+from lightning_solo.cards.configuration import Configuration
 from lightning_solo.checkpoint.damage import LAST
 from lightning_solo.cli import INTERRUPTED, TERMINATED, refuse
 from lightning_solo.cli.application import search_path_override
@@ -149,13 +148,9 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
     for card in (built_in_cards()[name] for name in fault_tolerance() if cfg.fault_tolerance):
         if checked.solo.has(card.name):
             continue
-        engine, technique = checked.solo.engine, Chosen(card, card.check({}), f"callback.{card.name}")
-        answer = answer_of(technique, engine, checked.solo) if engine else EXACT
-        runs = answer in (EXACT, ROUNDING)
-        safe += [card.name] * runs
+        safe.append(card.name)
         if is_first_rank():
-            text = f"costs {card.costs}" if runs else f"left out under {engine}: {answer}"
-            print(f"{card.name}: {text}".replace("``", ""))
+            print(f"{card.name}: costs {card.costs}".replace("``", ""))
     if safe and is_first_rank():
         print("fault_tolerance=false leaves these techniques out")
     check_machine(checked.solo)

@@ -58,6 +58,16 @@ def sharded_like(value: Any, parameter: Tensor) -> Any:
     )
 
 
+def shards_like(shard: Tensor, parameter: Any) -> Tensor:
+    """Return this process's shard as a sharded tensor like a parameter; without shards the tensor as it is."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return shard
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(shard, mesh, placements, shape=parameter.shape, stride=parameter.stride())
+
+
 def gathered(states: Any, keep: bool) -> Any:
     """Return a nested state dict with whole tensors on the CPU in place of shards; all processes must call it.
 

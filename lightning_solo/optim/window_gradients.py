@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_solo.errors import CheckpointError
+from lightning_solo.memory.sharded_tensors import local, shards_like
 from lightning_solo.optim.param_groups import parameters_of
 
 
@@ -52,8 +53,9 @@ class WindowGradients:
 
 
 def gradients_of(optimizers: Iterable[Optimizer]) -> list[Tensor | None]:
-    """Return the gradients of all parameters of optimizers, in order."""
-    return [p.grad for optimizer in optimizers for p in parameters_of(optimizer)]
+    """Return the gradients of all parameters of optimizers, in order; of shards those of this process."""
+    grads = [p.grad for optimizer in optimizers for p in parameters_of(optimizer)]
+    return [None if grad is None else local(grad) for grad in grads]
 
 
 def set_gradients(optimizers: Iterable[Optimizer], gradients: Sequence[Tensor | None]) -> None:
@@ -63,14 +65,14 @@ def set_gradients(optimizers: Iterable[Optimizer], gradients: Sequence[Tensor | 
         CheckpointError: the gradients belong to other parameters.
     """
     parameters = [p for optimizer in optimizers for p in parameters_of(optimizer)]
-    shapes = [(p.shape, p.shape if g is None else g.shape) for p, g in zip(parameters, gradients, strict=False)]
+    shapes = [(local(p).shape, g.shape) for p, g in zip(parameters, gradients, strict=False) if g is not None]
     if len(parameters) != len(gradients) or any(wanted != saved for wanted, saved in shapes):
         raise CheckpointError(
             "the checkpoint has gradients of other parameters; resume the saved module with its optimizers"
         )
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None:
-            parameter.grad = gradient.to(parameter, copy=True)
+            parameter.grad = shards_like(gradient.to(local(parameter), copy=True), parameter)
 
 
 def saved_window(optimizer: Optimizer, state_dict: Mapping[str, Any], *, continues: bool) -> dict[Tensor, Tensor]:

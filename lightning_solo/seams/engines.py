@@ -190,6 +190,14 @@ class Peers:
         os._exit(1)  # the main thread may wait in a collective
 
 
+def of_each_process(value: Any) -> list[Any]:
+    """Return the value of each process by rank, in the first process; all must call it."""
+    group = torch.distributed
+    each: list[Any] | None = [None] * group.get_world_size() if group.get_rank() == 0 else None
+    group.gather_object(value, each)
+    return each or []
+
+
 def largest(trainer: Any, values: Mapping[str, int | None]) -> dict[str, int | None]:
     """Return the largest of each value in a run's processes; None where no process has it. All must call it."""
     if trainer.world_size == 1 or not torch.distributed.is_initialized():

@@ -591,6 +591,19 @@ def test_other_data_are_refused(make_trainer: Make, tmp_path: Path) -> None:
         fit(make_trainer, lambda: DataLoader(Items(), 3, shuffle=True), ExactResume(), path=saves.saved[0][0])
 
 
+def test_another_number_of_processes_is_refused(make_trainer: Make, tmp_path: Path) -> None:
+    saves = Saves(tmp_path, "on_train_batch_end", only=[2])
+    fit(make_trainer, shuffled(), ExactResume(), saves)
+    path = saves.saved[0][0]
+    checkpoint = torch.load(path, weights_only=True)
+    callbacks = checkpoint["callbacks"]
+    (key,) = (key for key in callbacks if key.startswith("ExactResume"))
+    callbacks[key] = {"ranks": [callbacks[key]] * 3}
+    torch.save(checkpoint, path)
+    with pytest.raises(CheckpointError, match=mentions("3 processes", "has 1", "devices=3", "~callback.exact_resume")):
+        fit(make_trainer, shuffled(), ExactResume(), path=path)
+
+
 @pytest.mark.row(51)
 def test_batches_in_no_order_are_refused(make_trainer: Make) -> None:
     with pytest.raises(ConflictError, match=mentions("in_order=False", "~callback.exact_resume")):

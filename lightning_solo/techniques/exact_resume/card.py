@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
-from lightning_solo.cards.engines import alike
+from lightning_solo.cards.engines import EXACT, alike
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
@@ -33,5 +33,5 @@ CARD = Card(
     reference="MosaicML Composer's resumption, docs.mosaicml.com (save points); Lightning's issues 19764 and 20550",
     exact=True,
     planned="left out",
-    engines=alike("it saves the loader and the random states of the first process alone"),
+    engines=alike(EXACT),
 )

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from lightning_solo.data.item_states import ItemStates
@@ -15,10 +16,12 @@ from lightning_solo.data.loaders import Resumable
 from lightning_solo.data.prefetch import Prefetcher, prefetched
 from lightning_solo.data.replayed_loaders import REPLAYED, Replayed, ReplayedIterable, is_stateful, replayed
 from lightning_solo.errors import CheckpointError
+from lightning_solo.memory.sharded_tensors import local
 from lightning_solo.nn.rollback import Rollback
 from lightning_solo.optim.window_gradients import gradients_of, set_gradients, warn_of_dropped_window
 from lightning_solo.random_states import SEARCHES, Source, get_states, global_sources, put_states, sources_in
 from lightning_solo.seams import resuming
+from lightning_solo.seams.engines import of_each_process
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Checkpoint, Technique
 from lightning_solo.techniques.exact_resume.card import CARD, Settings
@@ -170,7 +173,7 @@ class ExactResume(Technique, Settings):
         state = {
             "random": get_states(self._sources(ctx)),
             "metrics": _metric_states(ctx.module),
-            "buffers": {name: buffer.clone() for name, buffer in self._unsaved_buffers(ctx.module)},
+            "buffers": {name: buffer.clone() for name, buffer in self._unsaved_buffers(ctx)},
             "place": place,
             "hooks": self._hooks(),
             "ahead": ahead,
@@ -188,11 +191,15 @@ class ExactResume(Technique, Settings):
             return None
         return self._fetches[0 if place == "batch" else -1]
 
-    def _unsaved_buffers(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers that change, but that a state dict leaves out (``persistent=False``)."""
+    def _unsaved_buffers(self, ctx: Run) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers that change, but that a checkpoint leaves out (``persistent=False``).
+
+        With several processes it leaves out all but those of the first one.
+        """
+        several = ctx.trainer.world_size > 1
         changing = {} if self._rollback is None else self._rollback.saved()
-        for path, part in module.named_modules():
-            for name in part._non_persistent_buffers_set:
+        for path, part in ctx.module.named_modules():
+            for name in part._buffers if several else part._non_persistent_buffers_set:
                 full, buffer = f"{path}.{name}".lstrip("."), part._buffers[name]
                 if full in changing and buffer is not None:
                     yield full, buffer
@@ -230,12 +237,19 @@ class ExactResume(Technique, Settings):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the positions of loaders that another run would not understand apart from Lightning's."""
-        states = resuming.loader_states(checkpoint)
         own = checkpoint["callbacks"].get(self.state_key)
-        if own and own["place"] == "batch" and self._rollback is not None and self._resumed is None:
-            self._go_back(pl_module, checkpoint["state_dict"], own)
-        if not states or not own:
+        if not own:
             return
+        if own["place"] == "batch" and self._rollback is not None and self._resumed is None:
+            self._go_back(pl_module, checkpoint["state_dict"], own)
+        several = trainer.world_size > 1
+        if states := resuming.loader_states(checkpoint):
+            self._keep_loaders(checkpoint, states, own, of_others=several)
+        if several:
+            checkpoint["callbacks"][self.state_key] = {"ranks": of_each_process(tree_map_only(Tensor, _on_host, own))}
+
+    def _keep_loaders(self, checkpoint: Any, states: list[Any], own: dict[str, Any], *, of_others: bool) -> None:
+        """Move positions of loaders to this technique's state; ``of_others``: copy those that Lightning keeps."""
         ahead = own["ahead"]
         loaders: list[Any] = []
         others: list[Any] = []
@@ -247,7 +261,7 @@ class ExactResume(Technique, Settings):
             elif isinstance(state, Mapping) and isinstance(state.get("items"), list):
                 items = state["items"]
                 state = {**state, "items": [items[max(0, len(items) - 1 - ahead)]], "back": ahead}
-            loaders.append(state if mine else None)
+            loaders.append(state if mine or of_others else None)
             if not mine:
                 others.append(state)
         own["loaders"] = loaders
@@ -270,8 +284,22 @@ class ExactResume(Technique, Settings):
         return _Loading(ctx)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Give the positions of loaders back to Lightning."""
-        own = checkpoint.get("callbacks", {}).get(self.state_key)
+        """Take the state of this process, and give the positions of loaders back to Lightning.
+
+        Raises:
+            CheckpointError: the checkpoint was saved by another number of processes.
+        """
+        callbacks = checkpoint.get("callbacks", {})
+        own = callbacks.get(self.state_key)
+        if own:
+            ranks = own.get("ranks", [own])
+            if len(ranks) != trainer.world_size:
+                raise CheckpointError(
+                    f"callback.exact_resume: the checkpoint was saved by {len(ranks)} processes, each with random"
+                    f" numbers and data of its own, and this run has {trainer.world_size}; write devices={len(ranks)},"
+                    " or ~callback.exact_resume"
+                )
+            own = callbacks[self.state_key] = ranks[trainer.global_rank]
         if not own or "loaders" not in own:
             return
         others = iter(resuming.loader_states(checkpoint) or [])
@@ -350,6 +378,10 @@ class ExactResume(Technique, Settings):
             set_gradients(ctx.trainer.optimizers, saved["gradients"])
         ctx.window.held, latest = saved["held"], saved["latest"]
         ctx.window.latest = None if latest is None else tuple(latest)
+
+
+def _on_host(value: Tensor) -> Tensor:
+    return local(value).detach().cpu()
 
 
 class _Loading(Checkpoint):
