@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_solo.errors import ConflictError
+from lightning_solo.errors import CapabilityError, ConflictError
 from lightning_solo.memory.category_peaks import is_compiled
 from lightning_solo.nn.recomputation import run_compiled
 
@@ -42,6 +42,8 @@ def compile_blocks(blocks: Mapping[str, nn.Module], backend: CountingBackend, dy
         backend: compiles the blocks, and counts their graphs.
         dynamic: whether sizes may vary without another compilation; None allows it after the second size.
 
+    A block whose compilation fails raises a CapabilityError when it is called.
+
     Raises:
         ConflictError: a block or a part of it is compiled already.
     """
@@ -60,7 +62,15 @@ def compile_blocks(blocks: Mapping[str, nn.Module], backend: CountingBackend, dy
 
 
 def _call_compiled(compiled: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return run_compiled(block, compiled, args, kwargs)
+    try:
+        return run_compiled(block, compiled, args, kwargs)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        reason = str(error.inner_exception).split("\n")[0]
+        raise CapabilityError(
+            f"regional compilation: torch's compiler failed at {type(block).__name__}: {reason};"
+            " write callback.regional_compilation.dynamic=false, which compiles each size of input alone,"
+            " callback.regional_compilation.backend=aot_eager, or ~callback.regional_compilation"
+        ) from error
 
 
 def _new_call() -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_solo.errors import ConflictError, NothingToDoError
+from lightning_solo.errors import CapabilityError, ConflictError, NothingToDoError
 from lightning_solo.machine import cxx_compiler
 from lightning_solo.nn.compilation import CountingBackend, compile_blocks, restore_compiled
 from lightning_solo.nn.recomputation import PRODUCTS, Kept, checkpoint_blocks
@@ -213,6 +213,17 @@ def test_blocks_that_are_compiled_already_are_refused(make_trainer):
     module.net.blocks[1].up = torch.compile(module.net.blocks[1].up, backend="eager")
     with pytest.raises(ConflictError, match=mentions("net.blocks.1 ")):
         fitted(make_trainer, RegionalCompilation(backend="aot_eager"), module=module)
+
+
+def test_a_compiler_that_fails_is_an_error_that_says_what_to_write():
+    @torch._dynamo.register_backend(name="failing")
+    def failing(graph, inputs):
+        raise TypeError("cannot determine truth value of Relational: 16*s22*s42 < 16")
+
+    module, _ = stack(backend="failing")
+    with pytest.raises(CapabilityError, match=r"failed at Block.*truth value.*dynamic=false") as caught:
+        module(torch.randn(4, 8))
+    assert isinstance(caught.value.__cause__, torch._dynamo.exc.BackendCompilerFailed)
 
 
 def test_a_module_without_blocks_is_refused(make_trainer):
