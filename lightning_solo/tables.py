@@ -10,10 +10,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from lightning_solo.units import format_bytes, format_duration
+
+WIDTH = 120
+"""Width of a table that is printed to a file, in characters."""
 
 Row = TypeVar("Row")
 
@@ -101,6 +105,12 @@ def terminal(
     for row in table.rows:
         drawn.add_row(*(Text(cell.text, style=cell.style) for cell in row))
     return drawn
+
+
+def table_console() -> Console:
+    """Return a console on standard output that is wide enough for tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
 
 
 def markdown(table: Table) -> str:

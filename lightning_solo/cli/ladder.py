@@ -22,7 +22,7 @@ from lightning_solo.cli.ladder_line import (
     settings_of,
     suggested_argument,
 )
-from lightning_solo.cli.terminal import print_lines, table_console
+from lightning_solo.cli.terminal import print_lines
 from lightning_solo.cli.train import build_parts, own_arguments
 from lightning_solo.errors import CheckpointError, SoloError
 from lightning_solo.ladder.display import details, memory_in_words, noise_in_words, table
@@ -38,6 +38,7 @@ from lightning_solo.sweeps.display import Display
 from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.outcome import INTERRUPTED as INTERRUPTED_JOB
+from lightning_solo.tables import table_console
 from lightning_solo.units import format_bytes
 
 PRELOAD = ("lightning_solo.ladder.measurement",)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.ladder_line import batch_argument, with_batch
-from lightning_solo.cli.terminal import print_lines, table_console
+from lightning_solo.cli.terminal import print_lines
 from lightning_solo.errors import SoloError
 from lightning_solo.planner.calibration import Readings
 from lightning_solo.planner.device import CPU, Device
@@ -23,7 +23,7 @@ from lightning_solo.planner.table import table as plan_table
 from lightning_solo.presets.files import descriptions, names_in
 from lightning_solo.presets.spelling import on_command_line
 from lightning_solo.report.plan_chart import CATEGORIES, OVERHEAD, length, parts
-from lightning_solo.tables import Cell, Table, terminal
+from lightning_solo.tables import Cell, Table, table_console, terminal
 from lightning_solo.units import format_bytes
 
 INKS = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_black")

@@ -30,6 +30,7 @@ from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose, compose_all
 from lightning_solo.presets.devices import budget_bytes, budget_on
+from lightning_solo.tables import table_console
 from lightning_solo.units import format_bytes
 
 
@@ -83,7 +84,7 @@ def choose(
         WORKER.close()  # or it keeps its memory during training
     accepted = ("fits", "tight") if settings.accept_tight else ("fits",)
     chosen = next((plan for plan in plans if plan.verdict in accepted), None)
-    console = console or Console()
+    console = console or table_console()
     console.print(table(plans, chosen))
     if chosen is None:
         raise none_fits(plans)

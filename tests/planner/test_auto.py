@@ -89,6 +89,17 @@ def test_message_says_why_the_preset_is_chosen(answers: Any) -> None:
     assert "100% less time than checkpointing" in said.getvalue()
 
 
+def test_rows_of_the_table_are_not_wrapped_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    names = ["compact_host_checkpointing", "bf16"]
+    plans = [
+        replace(planned(name), phases={"backward": 1}, host_bytes=2**29, largest_micro_batch=100_000) for name in names
+    ]
+    monkeypatch.setattr(auto.preset_plans, "plan", lambda *args, **kwargs: plans)
+    choose(compose("auto", [f"auto.presets=[{','.join(names)}]"]), None, None, check=lambda config: None)
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(names[0]))
+    assert row.split()[2:] == ["fits", *"1.00 GiB 1.00 GiB 512.00 MiB 1.00 x 100,000 backward".split()]
+
+
 def test_named_preset_is_compared_despite_its_caveat(preset_with_caveat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = planned("bf16"), planned(preset_with_caveat, seconds=0.5)
     monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: ((plan.preset, plan) for plan in plans))
