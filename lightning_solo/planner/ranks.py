@@ -57,6 +57,9 @@ class _Rank:
         self.gradients = _most(log, "gradients")
         self.extra: dict[str, int] = {}  # storage of what the engine holds, by category
         self.now: dict[str, int] = {}  # its bytes
+        trained, frozen = sum(trace.sizes.trainable), sum(trace.sizes.frozen)
+        self.trained = self.weights * trained / max(1, trained + frozen)
+        self.left = 0.0  # bytes of gradients that backward hasn't computed yet
 
     def part(self, storage: int, size: int) -> int:
         """Return this process's bytes of a storage."""
@@ -74,34 +77,41 @@ class _Rank:
 
     def leave(self, phase: str) -> None:
         """Hold the largest amount at the end of a phase."""
-        groups = self.groups
-        if self.ranks.gathers and phase == "backward":
-            # the last group's gradients are reduced: whole ones and their copy; the blocks before are freed
-            self.hold("weights", self.weights * (groups.root + 2 * groups.block))
-            self.hold("gradients", self.gradients * 2 * groups.root)
+        root = self.groups.root
+        if self.ranks.gathers and phase == "backward":  # the root's whole gradients and their copy, which is sent
+            self.hold("weights", self.weights * root)
+            self.hold("gradients", self.gradients * 2 * root)
 
     def enter(self, phase: str) -> None:
         """Change what is held at the start of a phase."""
         weights, groups = self.weights, self.groups
         block, root = groups.block, groups.root
+        self.left = self.trained
         if self.ranks.ahead_bytes:
             gathered = min(weights, weights * block + self.ranks.ahead_bytes)
             self.hold("weights", 2 * gathered if phase in ("forward", "backward") else 0)
         if self.ranks.gathers:
             kept = groups.blocks if self.ranks.keeps_blocks else block
+            if phase == "forward":  # the root, the buffer in which it came, the first block and its buffer
+                self.hold("weights", weights * 2 * (root + block))
+            # a block, its buffer, and in forward the buffer of the one before
             held = {"forward": root + kept + 2 * block, "backward": root + kept + block}.get(phase, 0.0)
             self.hold("weights", weights * held)
             self.hold("gradients", 0)
 
-    def reduces(self) -> None:
-        """Hold a block's whole gradients, and their copy and the one before, which are sent, without its shard.
+    def reduces(self, change: int) -> None:
+        """Hold a block's whole gradients without its shard, and those of the one before, which are sent.
 
-        On a GPU the next block is gathered meanwhile.
+        The next block is gathered meanwhile, if there is one. A GPU's allocator also keeps forward's second buffer,
+        which is of another stream.
         """
         groups = self.groups
+        is_last = self.left <= self.weights * groups.block
+        self.left -= max(change, 0)
         kept = groups.blocks if self.ranks.keeps_blocks else groups.block
-        self.hold("weights", self.weights * (groups.root + kept + groups.block * self.cuda))
-        self.hold("gradients", self.gradients * (groups.root + (3 - 1 / self.processes) * groups.block))
+        buffers = (not is_last and not self.ranks.keeps_blocks) + self.cuda
+        self.hold("weights", self.weights * (groups.root + kept + groups.block * buffers))
+        self.hold("gradients", self.gradients * (groups.root + (2 - 1 / self.processes) * groups.block))
 
     def rewritten(self) -> Trace:
         """Return the trace of one process."""
@@ -133,7 +143,7 @@ class _Rank:
                     self.events += [(storage, change), (storage, -change)]
                 continue
             if self.ranks.gathers and is_gradient and phase == "backward":
-                self.reduces()
+                self.reduces(change)
             if phase == "optimizer_step" and not before_size and self.ranks.sharded:
                 self.of_step.add(storage)  # the step's temporaries are of shards
             self.events.append((storage, self.part(storage, sizes[storage]) - self.part(storage, before_size)))

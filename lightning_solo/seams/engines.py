@@ -139,7 +139,7 @@ class Peers:
     _runs = itertools.count()
 
     def __init__(self) -> None:
-        self._left = threading.Event()
+        self._left, self._cleans_up = threading.Event(), threading.Event()
         self._key = f"lightning_solo/failure_of_run_{next(self._runs)}"
 
     def __enter__(self) -> Peers:
@@ -149,6 +149,7 @@ class Peers:
 
     def __exit__(self, *_: object) -> None:
         self._left.set()
+        self._cleans_up.set()
 
     def _start(self, target: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=target, args=args, name="peers", daemon=True).start()
@@ -172,17 +173,21 @@ class Peers:
             store.add(f"{self._key}/count", 1)
         if first != own and isinstance(exception, RuntimeError) and not isinstance(exception, SoloError):
             exception.args = (f"{first}\n{exception}",)
-        self._start(self._end_alone, store, exception)
+        self._start(self._end_alone, exception)
+        self._start(self._count_failures, store)
 
-    def _end_alone(self, store: Any, exception: BaseException) -> None:
-        for _ in range(int(2 * GRACE_S)):
-            if self._left.wait(1.0):
-                return
+    def _end_alone(self, exception: BaseException) -> None:
+        if not self._cleans_up.wait(2 * GRACE_S):
+            traceback.print_exception(exception)
+            self._end("this process has failed, and ends, since it waits for others that haven't")
+
+    def _count_failures(self, store: Any) -> None:
+        """Let the process clean up if the run ends or all have failed; another thread's wait holds the store's lock."""
+        while not self._left.wait(GRACE_S / 10):
             with suppress(RuntimeError):
                 if store.add(f"{self._key}/count", 0) == torch.distributed.get_world_size():
-                    return  # all clean up together
-        traceback.print_exception(exception)
-        self._end("this process has failed, and ends, since it waits for others that haven't")
+                    break
+        self._cleans_up.set()
 
     def _end(self, reason: str) -> None:
         print(reason, file=sys.stderr)

@@ -16,7 +16,7 @@ from lightning_solo.reference.byte_gpt import ByteGPT
 from tests.engines.counting import BATCH, model
 from tests.engines.processes import run
 
-NEAR = {"ddp": 0.01, "fsdp": 0.15, "zero3": 0.08}
+NEAR = {"ddp": 0.01, "fsdp": 0.05, "zero3": 0.05}
 SMALL = partial(ByteGPT, width=32, depth=3, heads=2, context=16)
 
 
@@ -38,6 +38,9 @@ def test_a_process_of_fsdp_has_its_share_of_the_states() -> None:
     assert quarter.breakdown["optimizer_states"] == pytest.approx(states / 4, rel=0.01)
     assert alone.peak_bytes > half.peak_bytes > quarter.peak_bytes
     assert half.phases["between"] < alone.phases["between"]
+    root = sum(4 * p.numel() for name, p in SMALL().named_parameters() if not name.startswith("blocks."))
+    # at the end of backward the blocks are shards again; the root's weights, its gradients and their copy are whole
+    assert half.phases["optimizer_step"] == pytest.approx(half.phases["between"] + 3 * root, rel=0.01)
 
 
 def test_ddp_holds_buckets_of_all_gradients() -> None:

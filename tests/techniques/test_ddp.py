@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
+from torch.distributed import DistStoreError, TCPStore
 
 import lightning_solo as solo
 from lightning_solo.errors import ConflictError
-from lightning_solo.seams.engines import engine_of
+from lightning_solo.seams import engines
+from lightning_solo.seams.engines import Peers, engine_of
 from lightning_solo.techniques.ddp.technique import DataParallelStrategy
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
@@ -38,6 +43,36 @@ def fitted(preset: Any, folder: Path, module: Any = None, overrides: Sequence[st
     trainer = L.Trainer(**{**QUIET, "default_root_dir": str(folder), **ours, **arguments})
     trainer.fit(module, loader(4))
     return module, trainer
+
+
+@pytest.mark.parametrize("fails", [1, 2])
+def test_a_process_that_failed_alone_ends_although_its_cleaning_up_waits_in_the_store(
+    fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    ended = threading.Event()
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 0}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    monkeypatch.setattr(engines, "_get_default_store", lambda: store)
+    monkeypatch.setattr(engines, "GRACE_S", 0.2)
+    monkeypatch.setattr(Peers, "_end", lambda self, reason: ended.set())
+    with Peers() as peers:
+        for _ in range(fails):  # 2: of both processes
+            peers.failed(ValueError("a failure"))
+        if fails == 2:
+            assert not ended.wait(1.0)
+            return
+        waiting = threading.Thread(target=_wait_in, args=[store])
+        waiting.start()
+        assert ended.wait(10.0)
+        assert waiting.is_alive()
+        TCPStore("127.0.0.1", store.port, is_master=False).set("never", "now")
+        waiting.join()
+
+
+def _wait_in(store: TCPStore) -> None:
+    with suppress(DistStoreError):
+        store.wait(["never"], timedelta(seconds=20))
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
