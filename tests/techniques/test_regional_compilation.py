@@ -215,6 +215,18 @@ def test_blocks_that_are_compiled_already_are_refused(make_trainer):
         fitted(make_trainer, RegionalCompilation(backend="aot_eager"), module=module)
 
 
+@pytest.mark.long
+@pytest.mark.skipif(cxx_compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize(("backend", "same"), [("aot_eager", True), ("inductor", False)])
+def test_inductor_alone_draws_other_dropout_masks(backend, same):
+    blocks = {"0": nn.Dropout(0.5)}
+    torch.manual_seed(0)
+    plain = blocks["0"](torch.ones(64))
+    compile_blocks(blocks, CountingBackend(backend))
+    torch.manual_seed(0)
+    assert torch.equal(blocks["0"](torch.ones(64)), plain) == same
+
+
 def test_a_compiler_that_fails_is_an_error_that_says_what_to_write():
     @torch._dynamo.register_backend(name="failing")
     def failing(graph, inputs):

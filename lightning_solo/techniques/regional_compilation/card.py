@@ -47,7 +47,8 @@ CARD = Card(
     saves="activations that the compiler fuses away or recomputes: results of elementwise operators",
     costs="compilation, once for all equal blocks: seconds to minutes in the first step; again for new shapes, and for"
     " validation",
-    numerics="fused operators round less often: differences are within the precision's rounding",
+    numerics="fused operators round less often: differences are within the precision's rounding."
+    " Inductor draws other dropout masks than torch from the same seed",
     conflicts="a module that compiles its blocks itself",
     reference="regional compilation: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html",
     requires=(
