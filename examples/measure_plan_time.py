@@ -1,9 +1,9 @@
-"""Measures the processor seconds of plans of an 8B Llama on an RTX 4090, from few of its blocks and from all.
+"""Measures the seconds of plans of an 8B Llama on an RTX 4090, from few of its blocks and from all.
 
 Each row is one preset, planned in a process that has imported everything and planned nothing. The last row is one plan
-of all of these presets, in which they share traces. Seconds are those of the process and of all that it starts, so
-other work on the machine adds little to them; on idle cores a plan takes no longer than that. With `--check` the two
-plans must also be equal.
+of all of these presets, in which they share traces and the processor's cores. The first seconds are those of the
+processor, of all processes of a plan: other work on the machine adds less to them than to the passed seconds, in
+parentheses. With `--check` the two plans must also be equal.
 
     python examples/measure_plan_time.py                                    # all presets, half an hour
     python examples/measure_plan_time.py --presets bf16 stream --check      # minutes
@@ -22,29 +22,26 @@ import torch
 from plan_fine_tuning import LanguageModel
 from this_machine import machine, versions
 
-from lightning_solo.errors import SoloError
 from lightning_solo.planner import few_blocks
 from lightning_solo.planner.device import device
-from lightning_solo.planner.planner import Planner
+from lightning_solo.planner.worker import PlanRequest, plans
 from lightning_solo.presets.compose import compose, compose_all
 
 DEVICE = "rtx-4090"
 
 
-def planned(model: str, tokens: int, presets: list[str], all_blocks: bool) -> tuple[float, list[str]]:
-    """Return the processor seconds of plans of one sequence, and each plan or the error in its place."""
+def planned(model: str, tokens: int, presets: list[str], all_blocks: bool) -> tuple[str, list[str]]:
+    """Return the seconds of plans of one sequence, and each plan or the error in its place."""
     if all_blocks:
         few_blocks.LEAST = 2**30
-    begun = os.times()
     target, batch = device(DEVICE), torch.zeros(1, tokens, dtype=torch.int64)
-    planner = Planner(partial(LanguageModel, model, torch.bfloat16), batch, {}, target, target.memory_bytes)
-    plans = []
-    for preset in presets:
-        try:
-            plans.append(repr(planner.plan(preset, compose(preset))))
-        except SoloError as error:
-            plans.append(repr(error))
-    return sum(os.times()[:4]) - sum(begun[:4]), plans
+    make = partial(LanguageModel, model, torch.bfloat16)
+    begun = os.times()
+    configs = {preset: compose(preset) for preset in presets}
+    request = PlanRequest(make, batch, {}, target, target.memory_bytes, None, configs)
+    answers = [repr(answer) for _, answer in plans(request)]
+    ended = os.times()
+    return f"{sum(ended[:4]) - sum(begun[:4]):.1f} s ({ended.elapsed - begun.elapsed:.1f} s)", answers
 
 
 def main() -> None:
@@ -66,10 +63,10 @@ def main() -> None:
         for row in rows:
             name = row[0] if len(row) == 1 else f"all {len(row)}"
             seconds, few = pool.apply(planned, (given.model, given.tokens, row, False))
-            line = f"{name}: {seconds:.1f} s from few blocks"
+            line = f"{name}: {seconds} from few blocks"
             if not given.few:
                 seconds, whole = pool.apply(planned, (given.model, given.tokens, row, True))
-                line += f", {seconds:.1f} s from all"
+                line += f", {seconds} from all"
                 if given.check and few != whole:
                     raise SystemExit(f"{line}\nthe plans differ:\n{few}\n{whole}")
             print(line, flush=True)

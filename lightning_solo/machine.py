@@ -43,6 +43,11 @@ def versions() -> dict[str, str]:
     return installed
 
 
+def usable_cores() -> int:
+    """Return the number of cores that this process may use, as torch counts them for workers of a loader."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def is_installed(package: str) -> bool:
     """Return whether a package can be imported, without importing it."""
     try:

@@ -68,3 +68,7 @@ BOUNDS: dict[Any, Callable[..., Iterator[Bounds]]] = {
     **dict.fromkeys((aten.nll_loss_forward.default, aten.nll_loss2d_forward.default), _nll_loss),
     **dict.fromkeys((aten.gather.default, aten.index_select.default, *SCATTERS, *ADDING_SCATTERS), _along),
 }
+INDEXED = frozenset(
+    (*BOUNDS, aten.embedding_dense_backward.default, aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+) - {aten.index.Tensor}
+"""Operators whose results have sizes that don't depend on the numbers of their indices."""

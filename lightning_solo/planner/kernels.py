@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -52,7 +53,7 @@ class PlannedGpuKernels(TritonKernels):
             moved += _moved(piece)
             if not self._fused or not self.serves(piece.layout):  # compiled: two fp32 buffers of a chunk
                 size = min(piece.numel, adamw_update.CHUNK["cuda"])
-                buffers = [torch.empty(size, device=piece.tensors["weight"].device) for _ in range(2)]
+                buffers = [torch.empty(size, device=control.scale.device) for _ in range(2)]
                 moved += 2 * 4 * piece.numel * len(buffers)
                 del buffers
         self._tracer.launch(moved)
@@ -115,11 +116,18 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
                 stack.enter_context(
                     replaced(fused_operators, name, _one_kernel(tracer, getattr(fused_operators, name)))
                 )
+        if cuda and tracer.fake:  # whose kernels read no more than the bytes of a piece's tensors
+            stack.enter_context(replaced(Piece, "blocks", _blocks_without_dispatch))
         if tracer.fake:
             stack.enter_context(replaced(memory_order, "chunks", two_chunks))
             # without numbers, with which torch would compute each view of the table
             stack.enter_context(replaced(quantized, "_table", lambda device: torch.empty(256, device=device)))
         yield
+
+
+def _blocks_without_dispatch(piece: Piece, first: int, last: int, blocks: Any = Piece.blocks) -> Piece:
+    with no_dispatch():
+        return blocks(piece, first, last)  # type: ignore[no-any-return]
 
 
 _FUSED = (

@@ -16,6 +16,8 @@ from torch._library.utils import is_builtin
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_solo.planner.index_bounds import INDEXED
+
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
 
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -48,7 +50,11 @@ class OperatorCache:
             return (kind(results) if kind in (tuple, list) else results[0]), cost
         result, cost = self._run(func, args, kwargs)
         kind = type(result)
-        outputs = _outputs(result if kind in (tuple, list) else [result], tensors)
+        results = result if kind in (tuple, list) else [result]
+        if func in INDEXED:  # a loss returns the number of its targets, which only its backward reads
+            for each in results:
+                each.constant = None
+        outputs = _outputs(results, tensors)
         if outputs and _described(func, args, kwargs) == call:  # no argument was resized
             self._known[key] = kind, outputs, cost
         return result, cost
@@ -60,7 +66,8 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
         return None
     key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
     tensors: list[Tensor] = []
-    if not _describe(args, key, tensors) or not _describe(kwargs.values(), key, tensors):
+    indexed = func in INDEXED
+    if not _describe(args, key, tensors, indexed) or not _describe(kwargs.values(), key, tensors, indexed):
         return None
     if not tensors:
         if (mode := torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)) is None:
@@ -81,18 +88,25 @@ def _is_by_metadata(func: Any) -> bool:
     return known and _BY_DATA.isdisjoint(func.tags)
 
 
-def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
-    """Add values to a key and their tensors to a list; return whether all could be described."""
+def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor], indexed: bool) -> bool:
+    """Add values to a key and their tensors to a list; return whether all could be described.
+
+    Args:
+        values: arguments of an operator.
+        key: of the call.
+        tensors: of the call.
+        indexed: whether known numbers of indices don't matter.
+    """
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            if value.constant is not None and not value.is_floating_point():
+            if value.constant is not None and not indexed and not value.is_floating_point():
                 return False  # an index or a mask, whose numbers matter
             tensors.append(value)
             key += _metadata(value)
         elif kind is list or kind is tuple:
             key += (kind, len(value))
-            if not _describe(value, key, tensors):
+            if not _describe(value, key, tensors, indexed):
                 return False
         elif kind in _PLAIN:
             key += (kind, value)  # 1, 1.0 and True are equal

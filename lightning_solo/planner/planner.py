@@ -56,6 +56,7 @@ class Planner:
         self._examples = examples(self.batch)
         self.micro_batch = self.micro_batch or self._examples
         self._traces: dict[str, ScalableTrace] = {}
+        self._pair: tuple[int, int] | None = None  # of the first trace, whichever presets are planned beside it
         self._shares: dict[str, Groups] = {}  # of a module's blocks, by the setting that names them
 
     @cached_property
@@ -254,17 +255,27 @@ class Planner:
             "timeline": tuple(condensed(step_schedule(costs, self.device, phases))) if overlaps else (),
         }
 
+    def key(self, config: Configuration) -> str:
+        """Return a text that presets with the same trace have in common."""
+        arranged = arrange(config, self.trainer)
+        assert self.micro_batch is not None
+        return self._key(arranged, min(self.micro_batch, arranged.at_most or self.micro_batch))
+
+    def _key(self, arranged: Arrangement, micro_batch: int) -> str:
+        return repr((arranged.arguments(), micro_batch, self._moves_batches(arranged)))
+
+    def _moves_batches(self, arranged: Arrangement) -> bool:
+        return not (arranged.ahead and self._cuda)  # prefetched batches are on the device before their step
+
     def _trace(self, arranged: Arrangement, micro_batch: int) -> ScalableTrace:
-        arguments = arranged.arguments()
-        moves_batches = not (arranged.ahead and self._cuda)  # prefetched batches are on the device before their step
-        key = repr((arguments, micro_batch, moves_batches))
+        key = self._key(arranged, micro_batch)
 
         def fits(trace: Trace) -> bool:
             return self._fits_at(self._with_untraced(trace, arranged, micro_batch), arranged)
 
         known = self._traces.get(key)
         if known is None or (known.alone and fits(known.trace)):  # this preset's states leave more room
-            weight_bytes = ELEMENT_BYTES.get(str(arguments.get("precision")), 4)
+            weight_bytes = ELEMENT_BYTES.get(str(arranged.arguments().get("precision")), 4)
 
             first = partial(self._captured, arranged, micro_batch)
             blocks = self._block_traces(arranged, first)
@@ -274,8 +285,10 @@ class Planner:
                     return resolved(self._captured(arranged, size, self.make, **kind))
                 return blocks.trace(first if size == micro_batch else partial(self._captured, arranged, size))
 
-            pair = next((other.pair for other in self._traces.values() if other.pair is not None), None)
-            self._traces[key] = scalable_trace(one, self.make, micro_batch, weight_bytes, pair, arranged.scales, fits)
+            pair, scales = self._pair, arranged.scales
+            scalable = scalable_trace(one, self.make, micro_batch, weight_bytes, pair, scales, fits)
+            self._pair = self._pair if self._traces else scalable.pair
+            self._traces[key] = scalable
         return self._traces[key]
 
     def _block_traces(self, arranged: Arrangement, captured: Captured) -> BlockTraces:
@@ -297,8 +310,8 @@ class Planner:
         """Return the trace of a micro-batch of ``size`` examples, with notes."""
         given = arranged.arguments(named)
         callbacks = [*given["callbacks"], *([callback] if callback is not None else [])]
-        moves = not (arranged.ahead and self._cuda)  # prefetched batches are on the device before their step
-        how = {"cuda": self._cuda, "steps": arranged.steps, "moves_batches": moves, "noted": True, **kind}
+        moves_batches = self._moves_batches(arranged)
+        how = {"cuda": self._cuda, "steps": arranged.steps, "moves_batches": moves_batches, "noted": True, **kind}
         how |= {"host": self.host_memory, "answers": arranged.answers}
         return capture(make, sized(self.batch, self._examples, size), {**given, "callbacks": callbacks}, **how)
 

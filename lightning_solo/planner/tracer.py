@@ -22,7 +22,7 @@ from lightning_solo.optim.staging import Staging
 from lightning_solo.planner.autocast import HALF
 from lightning_solo.planner.convolutions import CONVOLUTIONS, workspaces
 from lightning_solo.planner.data_dependent_ops import DATA_DEPENDENT
-from lightning_solo.planner.fake_modules import KNOWN
+from lightning_solo.planner.fake_modules import KNOWN, may_have_numbers, with_new_numbers
 from lightning_solo.planner.index_bounds import check_indices
 from lightning_solo.planner.notes import SERVED, STAGED, label
 from lightning_solo.planner.operator_cache import Known, OperatorCache
@@ -54,6 +54,8 @@ NORMS = (
 )
 _META = torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
+_NUMBER = aten._local_scalar_dense.default
+_NEW = aten.lift_fresh.default  # what torch.tensor() runs
 
 
 class Cost(NamedTuple):
@@ -153,6 +155,13 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator, or its replacement if it needs data that fake tensors lack."""
+        if self.fake:
+            if func is _NUMBER and (numbers := getattr(args[0], "constant", None)) is not None:
+                with no_dispatch():
+                    return numbers.item()
+            if func is _NEW and may_have_numbers(args[0]):
+                return with_new_numbers(args[0])
+            check_indices(func, args)
         cached = self.fake and func not in DATA_DEPENDENT and func not in CONVOLUTIONS
         result, cost = self._cached(func, args, kwargs) if cached else self._computed(func, args, kwargs)
         if cost is not None:
@@ -161,8 +170,6 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
 
     def _computed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Cost | None]:
         """Return the result of one operator, and its cost unless it is free."""
-        if self.fake:
-            check_indices(func, args)
         replacement = DATA_DEPENDENT.get(func) if self.fake else None
         result: Any = NotImplemented
         if replacement is not None and not all(map(has_numbers, operator_tensors((args, kwargs)))):

@@ -14,7 +14,6 @@ from lightning_solo.memory.snapshot import is_users
 from lightning_solo.planner.batch_scaling import AffineTrace, affine_trace
 from lightning_solo.planner.capture import Trace
 from lightning_solo.planner.fake_modules import empty_parameters
-from lightning_solo.planner.forks import run_in_forks
 from lightning_solo.units import format_bytes
 
 SMALL = (2, 3, 4)  # micro-batches traced besides the given one; 1 may have special cases in torch
@@ -42,7 +41,7 @@ class ScalableTrace:
         affine: the traces of other sizes, or None if they can't be derived.
         how: the kind of tensors, in words.
         alone: whether other sizes weren't traced because a single example doesn't fit.
-        pair: sizes of the two traces from which ``affine`` was derived; every preset can use the same ones. ``affine``
+        pair: sizes of two traces from which ``affine`` can be derived; other presets can use the same ones. ``affine``
             may not hold for a single example.
     """
 
@@ -75,7 +74,7 @@ def scalable_trace(
         make: returns the module.
         size: examples per micro-batch.
         weight_bytes: bytes per element of a weight, for the estimate in the error.
-        pair: the pair found for the same module and size under another preset; no third trace then checks the
+        pair: the pair found for the same module and size under the first preset; no third trace then checks the
             prediction.
         fits: returns whether a trace fits; if a single example doesn't, no other size is traced.
         scales: whether micro-batches of all sizes run the same operators; otherwise only ``size`` is traced.
@@ -116,22 +115,19 @@ def _on_fake_tensors(
     """Return the trace of a micro-batch, and of all others if two small traces predict it, or predict a third."""
     low, high, third = [*(other for other in SMALL if other != size), max(SMALL)][:3]
     pair = known or (low, high)
-    # a single example rarely follows from others, so a third is traced in parallel rather than afterwards
-    check = (third,) if size == 1 and known is None else ()
-    sizes = list(dict.fromkeys((size, *pair, *check)))
-    results = run_in_forks(*(partial(capture, each) for each in sizes), needed=lambda trace: size > 1 or fits(trace))
-    trace = results[0]
-    if len(results) == 1:
+    trace = capture(size)
+    if size == 1 and not fits(trace):
         return ScalableTrace(size, trace, None, FAKE, alone=True)
-    traces = dict(zip(sizes, results, strict=True))
-    affine = affine_trace(pair[0], traces[pair[0]], pair[1], traces[pair[1]])
+    first, second = (trace if each == size else capture(each) for each in pair)
+    affine = affine_trace(pair[0], first, pair[1], second)
     if affine is None:
         trace.assumptions.append(_unlike(pair))
         return ScalableTrace(size, trace, None, FAKE)
     if known is None:
         if affine.predicts(size, trace):
             pair = min(size, low), max(size, low)
-        elif size > 1 or not affine.predicts(third, traces[third]):  # such as scores of all pairs of examples
+        # a single example rarely follows from others
+        elif size > 1 or not affine.predicts(third, capture(third)):  # such as scores of all pairs of examples
             trace.assumptions.append(f"memory isn't linear in the micro-batch, {ONE_SIZE}")
             return ScalableTrace(size, trace, None, FAKE)
     return ScalableTrace(size, trace, affine, FAKE, pair=pair)

@@ -15,10 +15,15 @@ from typing import Any
 import cloudpickle
 
 from lightning_solo.errors import CapabilityError, PlanError, SoloError
+from lightning_solo.machine import usable_cores
 from lightning_solo.planner.bases import Bases
 from lightning_solo.planner.device import CPU
+from lightning_solo.planner.forks import run_in_workers
 from lightning_solo.planner.plan import Plan
 from lightning_solo.processes import Child, ProcessError, fork, start
+
+MOST_WORKERS = 8
+"""Processes that plan presets at the same time; further ones would mostly repeat what each has to learn."""
 
 
 @dataclass
@@ -73,9 +78,11 @@ class Worker:
                 name, answer = message
                 if name in pending:
                     pending.remove(name)
+                if isinstance(answer, ProcessError):
+                    answer = _died(answer, child)
                 yield name, answer
             if message:
-                yield pending[0], PlanError(f"the process that plans died of {message}{child.last_output()}")
+                yield pending[0], _died(message, child)
         except BaseException as error:
             self.close()  # its other messages would be read as those to the next request
             if isinstance(error, TimeoutError):
@@ -125,36 +132,72 @@ def serve(connection: Connection) -> None:
 
 def _answer(payload: bytes, connection: Connection, _: Connection) -> int:
     try:
-        for answer in _plans(cloudpickle.loads(payload)):
+        for answer in plans(cloudpickle.loads(payload)):
             connection.send(answer)
     except Exception as error:  # of the module, the batch or the request
         connection.send(("", _explained(error)))
     return 0
 
 
-def _plans(request: PlanRequest) -> Iterator[tuple[str, Any]]:
+def plans(request: PlanRequest) -> Iterator[tuple[str, Any]]:
+    """Yield (name, plan or exception) of each preset, in order; a `ProcessError` if its process died.
+
+    Once a first preset is planned on fake tensors, the others share the processor's cores.
+
+    Raises:
+        PlanError: the module can't be planned.
+    """
     from lightning_solo.planner.planner import Planner
     from lightning_solo.planner.solved_plan import solved
+    from lightning_solo.planner.traces import FAKE
 
-    precisions = dict.fromkeys(config.precision for config in request.presets.values())
-    checked = False
-    plans: dict[str, Plan] = {}
     planner = Planner(**{name: value for name, value in vars(request).items() if name != "presets"})
-    for name, config in request.presets.items():
+    configs = {name: config for name, config in request.presets.items() if not isinstance(config, Bases)}
+
+    def answer(name: str) -> Any:
         try:
-            if request.device.name == CPU and (reason := config.needs_cuda()):
+            if request.device.name == CPU and (reason := configs[name].needs_cuda()):
                 raise CapabilityError(reason)
-            answer: Any = solved(planner, config, plans) if isinstance(config, Bases) else planner.plan(name, config)
-            plans[name] = answer
-            checked = True
-        except PlanError as error:
-            answer = error
-            if not checked:
-                planner.check_module(precisions)
-                checked = True
+            return planner.plan(name, configs[name])
         except Exception as error:
-            answer = _explained(error)
-        yield name, answer
+            return _explained(error)
+
+    def key(name: str) -> str:
+        try:
+            return planner.key(configs[name])
+        except Exception:  # `answer` returns it
+            return name
+
+    found: dict[str, Plan] = {}
+    checked = False
+    remaining = [*configs]
+    while remaining and not any(plan.traced == FAKE for plan in found.values()):
+        name = remaining.pop(0)
+        result = answer(name)
+        if isinstance(result, Plan):
+            found[name] = result
+        elif isinstance(result, PlanError) and not (found or checked):
+            planner.check_module(dict.fromkeys(config.precision for config in configs.values()))
+            checked = True
+        yield name, result
+    count = min(usable_cores(), MOST_WORKERS) if len(remaining) > 1 else 1
+    results = (
+        run_in_workers(answer, remaining, key, count) if count > 1 else ((name, answer(name)) for name in remaining)
+    )
+    for name, result in results:
+        if isinstance(result, Plan):
+            found[name] = result
+        yield name, result
+    for name, bases in request.presets.items():
+        if isinstance(bases, Bases):
+            try:
+                yield name, solved(planner, bases, found)
+            except Exception as error:
+                yield name, _explained(error)
+
+
+def _died(how: object, child: Child) -> PlanError:
+    return PlanError(f"the process that plans died of {how}{child.last_output()}")
 
 
 def _explained(error: Exception) -> SoloError:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_solo.errors import PlanError
 from lightning_solo.memory import host_slabs
@@ -25,7 +26,7 @@ from lightning_solo.optim.schedule_free import ScheduleFreeAdamW
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED
 from lightning_solo.planner import capture as capture_module
 from lightning_solo.planner.capture import Trace, _collected_at_steps, capture
-from lightning_solo.planner.fake_modules import fake_mode
+from lightning_solo.planner.fake_modules import fake_mode, known_numbers
 from lightning_solo.planner.rules import arrange
 from lightning_solo.planner.tracer import Tracer
 from lightning_solo.presets.compose import compose
@@ -301,6 +302,29 @@ def test_update_of_lists_is_counted_and_not_run(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.undo()
     # two tensors of three elements, of four bytes each
     assert tracer.costs[-1].bytes == 2 * 3 * 4
+
+
+def test_numbers_of_new_tensors_are_known_without_torchs_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each optimizer makes a number of steps for each parameter, and reads it in each step."""
+    ran: list[Any] = []
+    computed = Tracer._computed
+
+    def counted(self: Tracer, func: Any, *rest: Any) -> Any:
+        ran.append(func)
+        return computed(self, func, *rest)
+
+    monkeypatch.setattr(Tracer, "_computed", counted)
+    mode = fake_mode()
+    with known_numbers(), mode, Tracer(nn.Linear(1, 1)) as tracer:
+        number = torch.tensor(1.5)
+        assert number.item() == 1.5
+        counted_storages = len(tracer.log.labels)
+        number += 1
+        assert number.item() == 2.5
+        assert len(tracer.log.labels) == counted_storages
+    assert isinstance(number, FakeTensor)
+    assert number.fake_mode is mode
+    assert ran == [torch.ops.aten.add_.Tensor]
 
 
 @pytest.mark.parametrize("others", [False, True], ids=["nothing frozen", "imports frozen"])

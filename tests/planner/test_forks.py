@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 from lightning_solo.errors import PlanError
-from lightning_solo.planner.forks import run_in_forks
+from lightning_solo.planner.forks import run_in_forks, run_in_workers
 
 
 def children() -> set[str]:
@@ -46,11 +46,6 @@ def test_results_are_in_order_and_each_from_another_process() -> None:
 
 def test_single_function_needs_no_process() -> None:
     assert run_in_forks(os.getpid) == [os.getpid()]
-
-
-def test_functions_that_are_not_needed_are_ended() -> None:
-    assert run_in_forks(lambda: 1, waits, waits, needed=lambda result: result > 1) == [1]
-    assert run_in_forks(lambda: 2, lambda: 3, needed=lambda result: result > 1) == [2, 3]
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("first"), KeyboardInterrupt()], ids=["error", "interrupt"])
@@ -109,3 +104,51 @@ def test_garbage_of_the_parent_is_not_freed_in_a_fork() -> None:
         assert run_in_forks(lambda: None, collects) == [None, [0]]
     finally:
         gc.enable()
+
+
+# --- items in a few processes ---
+
+
+def test_results_of_workers_are_in_the_order_of_items(tmp_path: Path) -> None:
+    ends = tmp_path / "the second ends"
+    os.mkfifo(ends)
+
+    def called(item: int) -> tuple[int, int]:
+        if item == 1:
+            ends.read_text()  # until the second is called, in another process
+        if item == 2:
+            ends.write_text("")
+        return item, os.getpid()
+
+    results = list(run_in_workers(called, range(1, 6), lambda item: item, 2))
+    assert [(item, result[0]) for item, result in results] == [(item, item) for item in range(1, 6)]
+    processes = {result[1] for _, result in results}
+    assert len(processes) == 2
+    assert os.getpid() not in processes
+
+
+def test_items_of_one_key_share_a_process() -> None:
+    results = list(run_in_workers(lambda item: os.getpid(), "abAcBC", str.lower, 3))
+    pids = [pid for _, pid in results]
+    assert pids[0] == pids[2]
+
+
+def test_item_whose_process_dies_has_an_error_and_the_others_a_result() -> None:
+    def called(item: int) -> int:
+        if item == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 10 * item
+
+    results = dict(run_in_workers(called, range(5), lambda item: item % 2, 2))
+    assert "SIGKILL" in str(results.pop(2))
+    assert results == {0: 0, 1: 10, 3: 30, 4: 40}
+
+
+def test_workers_end_when_the_caller_stops() -> None:
+    results = run_in_workers(lambda item: waits() if item else item, range(3), lambda item: item, 3)
+    assert next(results) == (0, 0)
+    results.close()
+
+
+def test_no_items_need_no_process() -> None:
+    assert list(run_in_workers(waits, [], id, 2)) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_solo.nn import quantized
-from lightning_solo.optim import adamw_update, compressed_moments, cpu_kernel, split_weights
+from lightning_solo.optim import adamw_update, compressed_moments, cpu_kernel, kernels, split_weights
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
 from lightning_solo.planner.capture import Trace, capture
 from lightning_solo.planner.fake_modules import fake_mode, known_numbers
@@ -45,6 +45,25 @@ def test_a_large_parameter_is_one_launch_of_its_bytes(preset: str) -> None:
     sizes = [cost.bytes for cost in costs if cost.dtype == torch.float32 and not cost.flops]
     for size in {moved(p) for p in large}:
         assert sizes.count(size) >= sum(moved(p) == size for p in large)
+
+
+def test_pieces_of_a_planned_step_take_no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    run = Tracer.run
+    monkeypatch.setattr(Tracer, "run", lambda self, func, *rest: (ran.append(func), run(self, func, *rest))[1])
+    tracer = Tracer(torch.nn.Linear(1, 1))
+    with fake_mode(), tracer, planned_kernels(tracer, cuda=True):
+        piece = kernels.Piece(
+            {"weight": torch.empty(1000), "exp_avg_scale": torch.empty(8)}, kernels.Scalars(*range(8))
+        )
+        ran.clear()
+        parts = piece.split(3)
+    assert ran == []
+    assert [(p.first_row, *(t.nbytes for t in p.tensors.values())) for p in parts] == [
+        (0, 1536, 12),
+        (3, 1536, 12),
+        (6, 928, 8),
+    ]
 
 
 def test_small_parameters_share_launches() -> None:

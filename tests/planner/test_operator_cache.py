@@ -158,7 +158,7 @@ def test_a_new_tensor_is_made_once_by_each_mode() -> None:
     assert cache.ran == 2
 
 
-def test_known_numbers_beside_unknown_ones_count_where_they_index_or_are_changed() -> None:
+def test_known_numbers_beside_unknown_ones_count_where_they_mask_or_are_changed() -> None:
     cache = Counted()
     with known_numbers():
         for _ in range(2):
@@ -166,12 +166,26 @@ def test_known_numbers_beside_unknown_ones_count_where_they_index_or_are_changed
             assert cache(aten.mul.Tensor, fake(3), table).constant is None
         assert cache.ran == 1
         for _ in range(2):
-            cache(aten.index_select.default, fake(3), 0, with_numbers(MODE, torch.tensor([0, 2])))
+            cache(aten.where.self, with_numbers(MODE, torch.tensor([True, False, True])), fake(3), fake(3))
         assert cache.ran == 3
         for _ in range(2):
             cache(aten.add_.Tensor, table := with_numbers(MODE, torch.ones(3)), fake(3))
             assert table.constant is None
         assert cache.ran == 5
+
+
+def test_operators_that_take_indices_run_once_for_all_numbers() -> None:
+    cache = Counted()
+    with known_numbers():
+        for number in (0, 2):
+            indices = with_numbers(MODE, torch.tensor([number, 1]))
+            assert cache(aten.index_select.default, fake(3), 0, indices).constant is None
+        assert cache.ran == 1
+        for number in (0, -100):
+            targets = with_numbers(MODE, torch.tensor([number, 1]))
+            loss, count = cache(aten.nll_loss_forward.default, fake(2, 3), targets, None, 1, -100)
+            assert (loss.shape, count.constant) == ((), None)
+        assert cache.ran == 2
 
 
 def test_dequantization_runs_once_for_equal_metadata() -> None:

@@ -15,37 +15,40 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.units import GiB
 
 
+@pytest.mark.parametrize("follows", [True, False], ids=["linear", "not linear"])
 @pytest.mark.parametrize(
-    ("size", "at_once"),
-    [(1, [1, 2, 3, 4]), (2, [2, 3, 4]), (3, [3, 2, 4]), (8, [8, 2, 3])],
+    ("size", "known", "traced"),
+    [(1, None, [1, 2, 3, 4]), (2, None, [2, 3, 4]), (3, None, [3, 2, 4]), (8, None, [8, 2, 3]), (8, (2, 8), [8, 2])],
 )
-@pytest.mark.parametrize("follows", [True, False])
-def test_micro_batches_are_traced_in_parallel(
-    size: int, at_once: list[int], follows: bool, monkeypatch: pytest.MonkeyPatch
+def test_micro_batches_that_are_traced(
+    size: int, known: tuple[int, int] | None, traced: list[int], follows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single example seldom follows from larger batches, so a third of these tells whether they scale."""
-    asked: list[list[int]] = []
+    asked: list[int] = []
     predicted: list[int] = []
 
-    def run_at_once(*captures: Any, **_: Any) -> list[Any]:
-        results = [capture() for capture in captures]
-        asked.append([result.size for result in results])
-        return results
+    def capture(size: int, **_: Any) -> Any:
+        asked.append(size)
+        return SimpleNamespace(size=size, assumptions=[])
 
     def predicts(size: int, trace: Any) -> bool:
         assert trace.size == size
         predicted.append(size)
         return follows and size > 1
 
-    monkeypatch.setattr(traces, "run_in_forks", run_at_once)
     monkeypatch.setattr(traces, "affine_trace", lambda *pair: SimpleNamespace(predicts=predicts))
-    scalable: Any = traces.scalable_trace(
-        lambda size, **_: SimpleNamespace(size=size, assumptions=[]), lambda: nn.Linear(3, 2), size, 4
-    )
-    assert asked == [at_once]
-    assert predicted == ([1, 4] if size == 1 else [size])
-    assert (scalable.affine is not None) == follows
+    scalable: Any = traces.scalable_trace(capture, lambda: nn.Linear(3, 2), size, 4, known)
+    assert asked == traced
+    assert predicted == ([] if known else [1, 4] if size == 1 else [size])
+    assert (scalable.affine is not None) == (follows or known is not None)
     assert scalable.trace.size == size
+
+
+def test_no_other_micro_batch_is_traced_if_one_example_does_not_fit() -> None:
+    scalable: Any = traces.scalable_trace(
+        lambda size, **_: [size], lambda: nn.Linear(3, 2), 1, 4, fits=lambda trace: False
+    )
+    assert (scalable.trace, scalable.affine, scalable.alone) == ([1], None, True)
 
 
 @pytest.mark.parametrize(("available", "ways"), [(255, [True, True]), (256, [True, True, False])])
@@ -60,7 +63,6 @@ def test_real_steps_are_not_tried_without_host_memory(
         raise ValueError("no way")
 
     monkeypatch.setattr(traces, "host_memory", lambda: (GiB, available))
-    monkeypatch.setattr(traces, "run_in_forks", lambda *captures, **_: [capture() for capture in captures])
     with pytest.raises(PlanError, match="no way"):
         traces.scalable_trace(capture, lambda: nn.Linear(3, 2), 2, 4)
     assert tried == ways

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_solo.errors import PlanError, PresetError
+from lightning_solo.planner import worker
 from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import Plan
+from lightning_solo.planner.planner import Planner
 from lightning_solo.planner.preset_plans import plan
 from lightning_solo.planner.worker import PlanRequest, Worker
 from lightning_solo.presets.compose import compose
@@ -358,6 +360,23 @@ def test_lightning_of_either_home_is_a_module() -> None:
 
     assert not isinstance(Other(), L.LightningModule)
     assert asked(Other(), vectors()).breakdown["weights"] == 4 * 85
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_plans_are_in_order_and_the_same_on_any_number_of_cores(monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+    presets = {name: compose(name) for name in ("bf16", "checkpointing", "baseline", "prefetch", "curriculum")}
+    request = PlanRequest(dense, vectors(), {}, device("cpu"), GiB, None, presets)
+    monkeypatch.setattr(worker, "usable_cores", lambda: cores)
+    before = os.times()
+    found = dict(worker.plans(request))
+    assert (os.times().children_user > before.children_user) == (cores > 1)
+    assert list(found) == list(presets)
+    planner = Planner(dense, vectors(), {}, device("cpu"), GiB)
+    for name, config in presets.items():
+        if name == "checkpointing":
+            assert "repeated blocks" in str(found[name])
+        else:
+            assert found[name] == planner.plan(name, config)
 
 
 class DiesInWindows(Classifier):

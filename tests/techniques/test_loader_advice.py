@@ -82,7 +82,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(times, "perf_counter", clock)
-    monkeypatch.setattr(technique, "_cores", lambda: CORES)
+    monkeypatch.setattr(technique, "usable_cores", lambda: CORES)
     return clock
 
 
@@ -175,7 +175,7 @@ def test_slow_collation_leaves_nothing_to_cache(make_trainer: Make, clock: Clock
 
 
 def test_no_more_workers_than_cores(make_trainer: Make, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(technique, "_cores", lambda: 2)
+    monkeypatch.setattr(technique, "usable_cores", lambda: 2)
     observer = advice(make_trainer, stepping(clock, 1), DataLoader(Slow(clock, 10), 1))
     assert observer.savings[0].option == "caching"
     (workers,) = (saving for saving in observer.savings if saving.option == "num_workers")

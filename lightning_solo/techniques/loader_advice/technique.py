@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_solo.machine import usable_cores
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
 from lightning_solo.seams.technique import Technique
@@ -99,7 +99,7 @@ class LoaderAdvice(Technique, Settings):
             return
         cuda = self.ctx.device.type == "cuda"
         self.times = times
-        self.savings = tuple(savings(times, self._loading or Loading(), cores=_cores(), cuda=cuda))
+        self.savings = tuple(savings(times, self._loading or Loading(), cores=usable_cores(), cuda=cuda))
         advised = [saving for saving in self.savings if saving.share >= self.min_share]
         self.ctx.info(report(times, advised, self.min_share))
         each = {"wait": times.wait_s, "copy": times.copy_s, "step": times.step_s}
@@ -138,8 +138,3 @@ def _itself(thing: Any) -> Any:
 def _restore(loader: weakref.ref[DataLoader[Any]], timed: _Timed) -> None:
     if (known := loader()) is not None and known.collate_fn is timed:
         known.collate_fn = timed._collate_fn
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use, as torch counts them for workers."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
