@@ -175,6 +175,25 @@ def documents(lengths: Sequence[int] = LENGTHS, vocabulary: int = CLASSES // 2, 
     return DataLoader(Documents(lengths, vocabulary), **options)
 
 
+class Texts(Dataset[Any]):
+    """Items of different lengths, whose tokens are their numbers."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((2 + index * 7 % 11,), index + 1)
+
+
+def padded(items: list[Tensor]) -> dict[str, Tensor]:
+    """Collate `Texts`: padded on the right with 0."""
+    tokens = pad_sequence(items, batch_first=True)
+    return {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 0, IGNORED)}
+
+
 def tokens_of(batch: Mapping[str, Tensor], head: nn.Linear) -> tuple[Tensor, Tensor]:
     """Return the tokens of documents that have a next one, as a model's inputs (tokens, width), and the next ones."""
     has_next = batch["labels"][:, 1:] != IGNORED

@@ -11,14 +11,14 @@ import lightning.pytorch as L
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_solo.techniques.curriculum.technique import Curriculum
 from lightning_solo.techniques.length_bucketing.technique import LengthBucketing
 from lightning_solo.techniques.packing.technique import Packing
 from lightning_solo.techniques.prefetch.technique import Prefetch
 from tests.conftest import long
+from tests.modules import Texts, padded
 
 Make = Callable[..., Any]
 ITEMS, BATCH, END = 30, 3, 28
@@ -26,21 +26,6 @@ ITEMS, BATCH, END = 30, 3, 28
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Be aware that when using .ckpt_path.", "ignore:callback.curriculum.duration"
 )
-
-
-class Texts(Dataset[Any]):
-    """Items of different lengths, whose tokens are their numbers."""
-
-    def __len__(self) -> int:
-        return ITEMS
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.full((2 + index * 7 % 11,), index + 1)
-
-
-def padded(items: list[Tensor]) -> dict[str, Tensor]:
-    tokens = pad_sequence(items, batch_first=True)
-    return {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
 
 
 class Reader(L.LightningModule):
@@ -78,7 +63,7 @@ class Validated(Reader):
         pass
 
     def val_dataloader(self) -> Any:
-        return DataLoader(Texts(), batch_size=ITEMS, collate_fn=padded)
+        return DataLoader(Texts(ITEMS), batch_size=ITEMS, collate_fn=padded)
 
 
 class Ending(L.Callback):
@@ -113,7 +98,7 @@ def fit(
     make_trainer: Make, kind: str, workers: int, module: Any, *more: Any, path: Any = None, **arguments: Any
 ) -> Any:
     technique = KINDS[kind]()
-    loader: Any = DataLoader(Texts(), BATCH, shuffle=True, collate_fn=padded, num_workers=workers)
+    loader: Any = DataLoader(Texts(ITEMS), BATCH, shuffle=True, collate_fn=padded, num_workers=workers)
     callbacks = [each for each in (technique, *more) if each is not None]
     trainer = make_trainer(L, callbacks=callbacks, **{"max_steps": END, "max_epochs": 9, **arguments})
     trainer.fit(module, loader, ckpt_path=path, weights_only=path and True)

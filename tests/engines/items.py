@@ -9,10 +9,10 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tests.engines.processes import ENGINES, trained
+from tests.modules import Texts, padded
 
 ITEMS, STEPS, SAVED = 31, 13, 3
 TECHNIQUES: Mapping[str, dict[str, Any]] = {
@@ -23,21 +23,6 @@ TECHNIQUES: Mapping[str, dict[str, Any]] = {
     "by_loss": {"by": "loss", "duration": 100, "pace": "tokens"},
 }
 NAMES = {"by_tokens": "length_bucketing", "by_loss": "curriculum"}
-
-
-class Texts(Dataset[Any]):
-    """Items of different lengths, whose tokens are their numbers."""
-
-    def __len__(self) -> int:
-        return ITEMS
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.full((2 + index * 7 % 11,), index + 1)
-
-
-def padded(items: list[Tensor]) -> dict[str, Tensor]:
-    tokens = pad_sequence(items, batch_first=True)
-    return {"input_ids": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
 
 
 class Reader(L.LightningModule):
@@ -81,7 +66,7 @@ def seen(folder: Path, engine: str, kind: str, devices: int, **arguments: Any) -
     preset: dict[str, Any] = {"callback": {NAMES.get(kind, kind): dict(TECHNIQUES[kind])}}
     if engine:
         preset["strategy"] = ENGINES[engine]
-    batches: Any = DataLoader(Texts(), 6 // devices, shuffle=True, collate_fn=padded)
+    batches: Any = DataLoader(Texts(ITEMS), 6 // devices, shuffle=True, collate_fn=padded)
     saves = "ckpt_path" not in arguments
     notes = Notes(folder / f"{kind}-{engine}.ckpt" if saves else None)
     trained(
