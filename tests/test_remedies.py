@@ -419,6 +419,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "export/factorized.py": 1,
         "nn/sharing.py": 2,
         "nn/teacher.py": 1,
+        "techniques/activation_checkpointing/technique.py": 1,
         "techniques/weight_averaging/card.py": 1,
         "seams/factors.py": 2,
         "export/few_bits.py": 3,
