@@ -111,8 +111,8 @@ class Card:
         footprint: ``"module:function"``, a function that returns the bytes of the model states from settings, a
             `cards.footprint.Request` and the `Footprint` without this technique.
         solved: its part in a solved plan: the setting that the solver decides, ``"modes"`` of blocks,
-            ``"micro_batch"``, ``"state_budget"`` or ``"weight_budget"``; ``"moving"`` if it moves the tensors of modes
-            to the host; empty for none.
+            ``"micro_batch"``, ``"micro_batches"`` within blocks, ``"state_budget"`` or ``"weight_budget"``;
+            ``"moving"`` if it moves the tensors of modes to the host; empty for none.
         engine: the engine for several devices that a strategy is, one of `ENGINES`; empty for one device.
         engines: engine -> what the technique's results are under it, or why it is refused; see `Answer`.
     """
@@ -141,7 +141,7 @@ class Card:
     rung: Rung | None = None
     planned: str = "attached"
     footprint: str | None = None
-    solved: Literal["", "modes", "moving", "micro_batch", "state_budget", "weight_budget"] = ""
+    solved: Literal["", "modes", "moving", "micro_batch", "micro_batches", "state_budget", "weight_budget"] = ""
     engine: str = ""
     engines: Mapping[str, Answer] = field(default_factory=dict)
 

@@ -13,6 +13,7 @@ from lightning_solo.errors import BudgetError, PresetError, SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.planner import preset_plans
 from lightning_solo.planner.bases import (
+    BLOCK_MICRO_BATCHES,
     MICRO_BATCH,
     SOLVED,
     Bases,
@@ -101,6 +102,11 @@ def choose(
             lines.append(
                 f"auto: {chosen.preset}: its micro-batches need a loss that is the mean over examples, which the first"
                 " batch checks; auto.whole_batch=true plans without them"
+            )
+        if settings_of(configs[chosen.preset], BLOCK_MICRO_BATCHES) is not None:
+            lines.append(
+                f"auto: {chosen.preset}: its blocks run in micro-batches, since nothing else fits; the first batch checks"
+                " that examples are independent in them; auto.whole_batch=true plans without them"
             )
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -19,7 +19,8 @@ from lightning_solo.units import format_bytes
 
 SOLVED = "solved"
 """Name of the solved plan among presets."""
-MICRO_BATCH, STATES, WEIGHTS = "micro_batch", "state_budget", "weight_budget"
+MICRO_BATCH, BLOCK_MICRO_BATCHES = "micro_batch", "micro_batches"
+STATES, WEIGHTS = "state_budget", "weight_budget"
 
 
 @dataclass(frozen=True)

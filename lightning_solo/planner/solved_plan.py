@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,6 +16,7 @@ from lightning_solo.cards.card import resources
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.errors import BudgetError, PlanError, SoloError
 from lightning_solo.planner.bases import (
+    BLOCK_MICRO_BATCHES,
     SOLVED,
     STATES,
     WEIGHTS,
@@ -86,6 +88,15 @@ def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
         if not bases.whole_batch and plan.largest_micro_batch is not None and is_divisible(planner, base):
             in_parts += _in_micro_batches(planner, bases, base, _best([*whole, *in_parts]))
     best = _best([*whole, *in_parts])
+    if (best is None or not best.fits) and not bases.whole_batch:
+        for name in reversed(_promising(candidates)):  # first the one that needs least memory
+            try:
+                whole.append(_Solver(planner, bases, bases.bases[name]).in_block_micro_batches())
+            except SoloError as error:
+                reasons.append(f"{name}: {error}")
+            best = _best([*whole, *in_parts])
+            if best is not None and best.fits:
+                break
     if best is None:
         raise PlanError("; ".join(reasons) or "no preset leaves the choice for the blocks open")
     undivided = _best(whole)
@@ -219,6 +230,36 @@ class _Solver:
             )
         _, config = min(tried.values(), key=lambda each: each[0])
         return self.planned(config)
+
+    def in_block_micro_batches(self) -> Plan:
+        """Return the plan with the fewest micro-batches within blocks that fit, or with most if none do.
+
+        All that a base can have on the host is there: weights pass the bus as often as for a whole batch, and tokens
+        that don't fit otherwise take longer to compute than to copy.
+
+        Raises:
+            PlanError: the batch has one example.
+            SoloError: the blocks can't run in micro-batches.
+        """
+        configs = [self._in_blocks(self._size // size) for size in sizes_below(self._size)]
+        if not configs:
+            raise PlanError("a batch of one example can't be divided within blocks")
+        fewest = bisect_left(configs[:-1], True, key=self._fits)  # more micro-batches never take more memory
+        return self.planned(configs[fewest])
+
+    def _in_blocks(self, number: int) -> Configuration:
+        added = [technique_for(BLOCK_MICRO_BATCHES, micro_batches=number)]
+        if self._cuda:
+            added.append(technique_for("moving"))
+        config = replace(self.base, techniques=(*self.base.techniques, *added))
+        for part in PASSES:
+            config = self._moved(config).get(part, config)
+        config.check()
+        return config
+
+    def _fits(self, config: Configuration) -> bool:
+        trace = self._trace(config)
+        return self._costs(config, trace)[0] <= self._budget and trace.host_bytes <= (self._host or trace.host_bytes)
 
     # --- tables ---
 

@@ -222,6 +222,17 @@ def test_solved_plan_is_chosen_and_written_as_a_preset(
         answers(solved, overrides=["auto.save_preset=mine"])
 
 
+def test_micro_batches_within_blocks_are_said_and_written(
+    answers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said, fields = io.StringIO(), {"callback": {"block_micro_batching": {"micro_batches": 2}}}
+    answers(planned("solved", configuration=fields), overrides=["auto.save_preset=mine"], said=said)
+    assert lines_with(said.getvalue(), "callback.block_micro_batching.micro_batches=2")
+    assert lines_with(said.getvalue(), "since nothing else fits", "auto.whole_batch=true")
+    assert compose("mine").techniques == compose(fields).techniques
+
+
 def test_bases_are_presets_that_leave_blocks_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
     names = ["bf16", "compact", "checkpointing", "offloading", "zero_offload"]

@@ -20,7 +20,17 @@ from torch.utils.data import DataLoader
 
 from lightning_solo.attach import trainer_kwargs
 from lightning_solo.cards.configuration import Configuration
-from lightning_solo.planner.bases import MICRO_BATCH, Bases, configuration_of, settings_of, solved_lines, with_modes
+from lightning_solo.planner.bases import (
+    BLOCK_MICRO_BATCHES,
+    MICRO_BATCH,
+    STATES,
+    WEIGHTS,
+    Bases,
+    configuration_of,
+    settings_of,
+    solved_lines,
+    with_modes,
+)
 from lightning_solo.planner.block_marks import BACKWARD, FORWARD
 from lightning_solo.planner.block_tables import block_table, problem_of
 from lightning_solo.planner.device import device
@@ -198,6 +208,68 @@ def test_micro_batch_of_a_solved_plan_is_written_as_it_is_described() -> None:
         assert solved_lines(configuration_of(plan)) == [f"callback.micro_batching.micro_batch={described}"]
 
 
+@pytest.mark.parametrize(("most", "number"), [(1, 8), (600, 8), (1200, 4), (2500, 2)])
+def test_blocks_run_in_the_fewest_micro_batches_that_fit_if_no_whole_batch_does(
+    monkeypatch: pytest.MonkeyPatch, most: int, number: int
+) -> None:
+    base = compose("compact")
+    planner = Planner(make, text(8), {}, device("rtx_4090"), most, host_memory=GiB)
+
+    def planned(name: str, config: Configuration) -> Plan:
+        divided = settings_of(config, BLOCK_MICRO_BATCHES)
+        needed = 4000 // (1 if divided is None else divided.micro_batches)
+        fields = {"needed_bytes": needed, "budget_bytes": most, "verdict": verdict_of(needed, most), "host_bytes": 0}
+        return plan_with(preset=name, micro_batch=8, seconds_per_step=1.0, **fields)
+
+    lacking = replace(planned("compact", base), largest_micro_batch=None)  # not linear: no ordinary micro-batches
+    monkeypatch.setattr(_Solver, "plan", lambda self: planned("solved", self.base))
+    monkeypatch.setattr(_Solver, "_trace", lambda self, config: SimpleNamespace(config=config, host_bytes=0))
+    monkeypatch.setattr(planner, "costs", lambda _, trace: (planned("", trace.config).needed_bytes, 1.0))
+    monkeypatch.setattr(planner, "plan", planned)
+    bases = Bases({"compact": base}, accept_tight=True)
+    result = solved(planner, bases, {"compact": lacking})
+    config = configuration_of(result)
+    assert result.needed_bytes == 4000 // number
+    assert (result.needed_bytes <= most) == (most > 1)
+    assert settings_of(config, BLOCK_MICRO_BATCHES).micro_batches == number
+    assert f"callback.block_micro_batching.micro_batches={number}" in solved_lines(config)
+    assert (settings_of(config, STATES).state_budget, settings_of(config, WEIGHTS).weight_budget) == (0, None)
+    assert settings_of(config, "moving") is not None
+    whole = replace(bases, whole_batch=True)
+    assert solved(planner, whole, {"compact": lacking}).needed_bytes == 4000
+    planner.budget = most = 4000
+    assert solved(planner, bases, {"compact": lacking}).configuration is None, "a whole batch fits"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("on", ["cpu", "rtx_4090"])
+def test_micro_batches_within_blocks_train_as_planned_where_no_whole_batch_fits(on: str) -> None:
+    module, batch = partial(Normalized, [1024] * 3), torch.randn(128, 64, 64)
+    base = replace(compose("gradient_release"), precision="32-true")
+    card = replace(device(on), context_bytes=0, workspace_bytes=0)  # which are larger than the module
+    planner = Planner(module, batch, {}, card, 2**20, host_memory=GiB)
+    open_ones, plans = Bases({"gradient_release": base}), {"gradient_release": planner.plan("gradient_release", base)}
+    nearest = solved(planner, replace(open_ones, whole_batch=True), plans)
+    planner.budget = int(0.9 * nearest.needed_bytes)
+    result = solved(planner, open_ones, plans)
+    assert result.verdict == "fits"
+    config = configuration_of(result)
+    assert settings_of(config, BLOCK_MICRO_BATCHES) is not None
+    assert (settings_of(config, WEIGHTS) is not None) == (on != "cpu")
+    fields = copy.deepcopy(result.configuration)
+    assert fields is not None
+    if on != "cpu":
+        fields["callback"]["activation_offloading"]["allow_cpu"] = True
+    watch, divided = Held(), module()
+    plain = copy.deepcopy(divided)
+    fit(divided, batch, fields, watch)
+    if on == "cpu":
+        assert watch.peak_bytes == pytest.approx(result.peak_bytes, rel=0.03)
+    fit(plain, batch, {"precision": "32-true"})
+    for name, weight in plain.named_parameters():
+        torch.testing.assert_close(weight, divided.get_parameter(name), rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("width", "is_divided"), [(256, True), (64, False)])
 def test_micro_batches_are_solved_if_they_are_faster(width: int, is_divided: bool) -> None:
@@ -268,6 +340,17 @@ class Uneven(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters())
+
+
+class Normalized(Uneven):
+    """Blocks after a layer that takes the statistics of the whole batch, which ordinary micro-batches would change."""
+
+    def __init__(self, hidden: Sequence[int]) -> None:
+        super().__init__(hidden)
+        self.stem = nn.BatchNorm1d(64)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return super().training_step(self.stem(batch), batch_idx)
 
 
 class Bottleneck(nn.Module):

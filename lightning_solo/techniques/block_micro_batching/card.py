@@ -54,6 +54,7 @@ CARD = Card(
     reference="Lamy-Poirier 2021, layered gradient accumulation, https://arxiv.org/abs/2106.02679; Yue et al. 2025,"
     " GreedySnake, https://arxiv.org/abs/2512.17570",
     owns=frozenset({"saved_tensors"}),
+    solved="micro_batches",
     rules=(_compiled,),
     engines=alike(ROUNDING),
 )
