@@ -105,8 +105,8 @@ def choose(
             )
         if settings_of(configs[chosen.preset], BLOCK_MICRO_BATCHES) is not None:
             lines.append(
-                f"auto: {chosen.preset}: its blocks run in micro-batches, since nothing else fits; the first batch checks"
-                " that examples are independent in them; auto.whole_batch=true plans without them"
+                f"auto: {chosen.preset}: its blocks run in micro-batches, since no other solved plan fits; the first"
+                " batch checks that a block's examples are independent; auto.whole_batch=true plans without them"
             )
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
