@@ -229,7 +229,7 @@ def test_micro_batches_within_blocks_are_said_and_written(
     said, fields = io.StringIO(), {"callback": {"block_micro_batching": {"micro_batches": 2}}}
     answers(planned("bf16", configuration=fields), overrides=["auto.save_preset=mine"], said=said)
     assert lines_with(said.getvalue(), "callback.block_micro_batching.micro_batches=2")
-    assert lines_with(said.getvalue(), "no other solved plan fits", "auto.whole_batch=true")
+    assert lines_with(said.getvalue(), "auto.whole_batch=true")
     assert compose("mine").techniques == compose(fields).techniques
 
 
