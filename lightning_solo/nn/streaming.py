@@ -90,16 +90,27 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     streamed, original = record_of(block, Streamed), original_forward(block, Streamed)
     if streamed is None or streamed.ring is None:
         return original(*args, **kwargs)
-    given = {id(x): x.grad_fn for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    given = {id(x): x.grad_fn for x in [*inputs, *map(hooked, inputs)]}
     with streamed.loaded():
         output = original(*args, **kwargs)
     if torch.is_grad_enabled():
         for tensor in tree_leaves(output):
             if not isinstance(tensor, Tensor) or not tensor.requires_grad:
                 continue
-            if given.get(id(tensor), ()) is not tensor.grad_fn:  # else the block passes on what others made
-                tensor.register_hook(streamed.load)  # type: ignore[no-untyped-call]
+            made = hooked(tensor)
+            if given.get(id(made), ()) is not made.grad_fn:  # else the block passes on what others made
+                made.register_hook(streamed.load)  # type: ignore[no-untyped-call]
     return output
+
+
+def hooked(tensor: Tensor) -> Tensor:
+    """Return the tensor whose hooks run before the backward of what has made this one: of a view its base.
+
+    When a view is changed in place, autograd gives it another history, without the hooks of the view.
+    """
+    base = tensor._base
+    return tensor if base is None or base.grad_fn is None else base
 
 
 def stream_blocks(blocks: Mapping[str, nn.Module]) -> dict[str, Streamed]:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_solo.nn.blocks import named_blocks
+from lightning_solo.nn.streaming import hooked
 from lightning_solo.planner.notes import MARK, label
 from lightning_solo.planner.tracer import Cost, Tracer
 
@@ -59,7 +60,7 @@ class BlockMarks(Callback):
         self._mark(AFTER, name, call)
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(partial(self._backward, name, call))  # type: ignore[no-untyped-call]
+                hooked(tensor).register_hook(partial(self._backward, name, call))  # type: ignore[no-untyped-call]
 
     def _backward(self, name: str, call: int, gradient: Tensor) -> None:
         if (name, call) not in self._begun:

@@ -376,6 +376,42 @@ def test_shared_weights_stay_on_the_device_and_a_tied_one_comes_once(make_traine
     assert on_host[0].net.blocks[1].first.weight is on_host[0].net.blocks[0].first.weight
 
 
+class Turning(Block):
+    """Returns a view that it has changed in place, as a convolution over time does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = super().forward(x).t().contiguous().t()
+        turned += x
+        return turned
+
+
+class Masked(Net):
+    """Changes what its blocks return in place, as SASRec does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Turning() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            x *= 0.5
+        return self.head(x)
+
+
+@pytest.mark.any_device
+def test_outputs_that_are_views_may_be_changed_in_place(make_trainer: Make) -> None:
+    def module() -> Any:
+        torch.manual_seed(5)
+        return module_of(Masked())
+
+    technique = WeightsOnHost()
+    assert_same(fit(make_trainer, technique, module=module()), fit(make_trainer, module=module()))
+    assert technique.ring is not None
+    assert technique.ring.stores >= 3 * (BLOCKS - 3)
+
+
 class Inner(Net):
     """Returns something of the inside of its second block, past its output."""
 
