@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,17 +23,16 @@ _OWNED = ("weights", "gradients", "optimizer_states")
 _LEAVES = (int, float, str, type(None), torch.dtype, torch.device)
 
 
-class _Entry:
-    """A storage's last known bytes, number in the log, and category (None for a storage older than the ledger)."""
+class _Entry(weakref.ref[UntypedStorage]):
+    """A storage, with its last known bytes, number in the log, and category (None if it is older than the ledger)."""
 
-    __slots__ = ("bytes", "label", "number", "on_host", "ref")
+    __slots__ = ("bytes", "key", "label", "number", "on_host")
 
-    def __init__(self, ref: weakref.ref[UntypedStorage], label: str | None, *, on_host: bool) -> None:
-        self.ref = ref
-        self.bytes = 0
-        self.label = label
-        self.on_host = on_host
-        self.number = -1
+    bytes: int
+    key: int
+    label: str | None
+    number: int
+    on_host: bool
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -73,6 +73,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = self._host_peak = 0
         self._where = ("", "")
         self._in_backward = self._on_host = False
+        self._forget = _forget_in(weakref.ref(self))
         self._names = ModuleNames(module)
         self.log = EventLog()
 
@@ -90,11 +91,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        return self.counted(func, args, kwargs or {})
+
+    def counted(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator, and count the storages that it gets and returns."""
         if func is _DEVICE:  # two of three calls on fake tensors
             return self.run(func, args, kwargs)
         if func is not torch.ops.aten.lift_fresh.default:  # the operator by which torch.tensor() returns a new tensor
-            for storage in storages_of((args, kwargs)):  # older storages; the result may be a view of them
+            # older storages; the result may be a view of them
+            for storage in storages_of((args, kwargs) if kwargs else args):
                 self._see(storage, None)
         result = self.run(func, args, kwargs)
         label = self._label()
@@ -133,7 +138,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         owner = {id(storage): category for category, storage in self._owned()}
         totals = dict.fromkeys(CATEGORIES, 0)
         for key, entry in list(self._entries.items()):
-            storage = entry.ref()
+            storage = entry()
             if storage is None or entry.label is None:
                 continue
             self._count(entry, self._size(storage))  # a storage may be resized without an operator
@@ -167,7 +172,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def number_of(self, storage: UntypedStorage) -> int | None:
         """Return a storage's number in the log; None if it isn't counted on the device."""
         entry = self._entries.get(id(storage))
-        return entry.number if entry is not None and entry.ref() is storage and entry.number >= 0 else None
+        return entry.number if entry is not None and entry() is storage and entry.number >= 0 else None
 
     def reset_peak(self) -> None:
         """Start a new peak at the bytes that are live now, and drop the events until now."""
@@ -197,11 +202,12 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see(self, storage: UntypedStorage, label: str | None) -> None:
         key = id(storage)
         entry = self._entries.get(key)
-        if entry is None or entry.ref() is not storage:  # ids are reused
+        if entry is None or entry() is not storage:  # ids are reused
             if entry is not None:
                 self._count(entry, 0)
-            on_host = self._on_host or (self._device is not None and storage.device.type != self._device)
-            entry = self._entries[key] = _Entry(weakref.ref(storage, self._forget(key)), label, on_host=on_host)
+            entry = self._entries[key] = _Entry(storage, self._forget)
+            entry.key, entry.bytes, entry.number, entry.label = key, 0, -1, label
+            entry.on_host = self._on_host or (self._device is not None and storage.device.type != self._device)
         elif label in _OWNED:
             entry.label = label
             if entry.number >= 0:
@@ -227,16 +233,17 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now += change
         self._peak = max(self._peak, self._now)
 
-    def _forget(self, key: int) -> Callable[[weakref.ref[UntypedStorage]], None]:
-        """Return a function that records the free of a storage; it holds the ledger by a weak reference."""
-        ledger = weakref.ref(self)
 
-        def forget(ref: weakref.ref[UntypedStorage]) -> None:
-            self_ = ledger()
-            if self_ is not None and (entry := self_._entries.get(key)) is not None and entry.ref is ref:
-                self_._count(self_._entries.pop(key), 0)
+def _forget_in(reference: weakref.ref[Ledger]) -> Callable[[Any], None]:
+    """Return a function that records the free of a storage, and doesn't keep the ledger alive."""
 
-        return forget
+    def forget(entry: _Entry) -> None:
+        ledger = reference()
+        if ledger is not None and ledger._entries.get(entry.key) is entry:
+            del ledger._entries[entry.key]
+            ledger._count(entry, 0)
+
+    return forget
 
 
 def owned_by(module: nn.Module | None, optimizers: Iterable[object]) -> Iterator[tuple[str, Any]]:
@@ -268,10 +275,16 @@ def operator_tensors(tree: Any) -> list[Tensor]:
     return tensors
 
 
+@functools.cache
+def _is_wrapper(kind: type[Tensor]) -> bool:
+    return hasattr(kind, "__tensor_flatten__")
+
+
 def _gather(tree: Any, tensors: list[Tensor]) -> None:
     if isinstance(tree, Tensor):
-        if hasattr(tree, "__tensor_flatten__"):  # torchao's states, FSDP2's shards: count the wrapped tensors
-            parts = (getattr(tree, name) for name in tree.__tensor_flatten__()[0])
+        if _is_wrapper(type(tree)):  # torchao's states, FSDP2's shards: count the wrapped tensors
+            wrapper: Any = tree
+            parts = (getattr(tree, name) for name in wrapper.__tensor_flatten__()[0])
             tensors += (part for part in parts if isinstance(part, Tensor))  # a shard also names its mesh
         else:
             tensors.append(tree)

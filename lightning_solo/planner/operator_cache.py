@@ -23,6 +23,7 @@ Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _LIBRARIES = {"bitsandbytes"}
 """Libraries whose rules for fake tensors read nothing but the arguments' metadata."""
+_META = torch.device("meta")
 _BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
@@ -183,7 +184,7 @@ def _rebuilt(output: _Output, tensors: Sequence[Tensor]) -> Any:
     sizes, strides, offset, dtype = layout
     with torch._C._DisableTorchDispatch():
         if argument < 0:
-            data = torch.empty_strided(sizes, strides, dtype=dtype, device="meta")
+            data = torch.empty_strided(sizes, strides, dtype=dtype, device=_META)
         elif (owner := tensors[argument]).dtype is dtype:
             data = torch.as_strided(owner, sizes, strides, offset)
         else:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
@@ -151,6 +152,8 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device  # as torch's rule does
+        if get_eval_frame_callback() is None:  # Dynamo compiles nothing here, and needn't be told to skip it
+            return self.counted(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
