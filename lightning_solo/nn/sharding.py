@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -10,9 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from lightning_solo.errors import ConflictError, listed
 from lightning_solo.memory.sharded_tensors import sharded_like
+from lightning_solo.nn.streaming import hooked
 
 
 def shard(
@@ -53,6 +57,8 @@ def shard(
     before = [(part, type(part), {**vars(part)}) for part in (*alone, module)]
     for block in alone:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    handles = [block.register_forward_hook(_hook_views) for block in alone]
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     fully_shard(module, mesh=mesh)
     if find_unused_parameters:
         cast(FSDPModule, module).set_reduce_scatter_unused_params(True)  # and its parts
@@ -60,7 +66,15 @@ def shard(
     for name in forward_methods:
         register_fsdp_forward_method(module, name)
     require_sharded(module)
-    return partial(_restore, module, before)
+    return partial(_restore, module, before, handles)
+
+
+def _hook_views(block: nn.Module, args: Any, output: Any) -> None:
+    """Gather a block for backward too if its output is a view that is changed in place, of which FSDP2 only warns."""
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad and hooked(tensor) is not tensor:
+            gather = cast(Any, block)._get_fsdp_state()._pre_backward
+            hooked(tensor).register_hook(gather)  # type: ignore[no-untyped-call]
 
 
 def _require_shardable(module: nn.Module) -> None:
@@ -86,8 +100,12 @@ def share_buffers(module: nn.Module, group: Any, device: torch.device) -> None:
 
 
 def _restore(
-    module: nn.Module, before: Sequence[tuple[nn.Module, type, dict[str, Any]]]
+    module: nn.Module,
+    before: Sequence[tuple[nn.Module, type, dict[str, Any]]],
+    handles: Sequence[RemovableHandle],
 ) -> Mapping[Tensor, nn.Parameter]:
+    for handle in handles:
+        handle.remove()
     whole: dict[Tensor, nn.Parameter] = {}
     for parameter in module.parameters():
         value = parameter.detach()

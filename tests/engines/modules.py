@@ -173,6 +173,33 @@ class Unused(nn.Module):
         return x
 
 
+class TimeConvolution(nn.Module):
+    """A residual convolution over time, which returns a view that it has changed in place, as SASRec's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(16, 16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.conv(x.transpose(-1, -2).tanh()).transpose(-1, -2)
+        out += x
+        return out
+
+
+class Masked(nn.Module):
+    """Convolutions over time whose results are masked in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TimeConvolution() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x *= 0.9
+        return x
+
+
 class Adversarial(L.LightningModule):
     """A generator and a discriminator with an optimizer each."""
 
@@ -333,6 +360,7 @@ BUILDERS: Mapping[str, Callable[[], tuple[Any, Any]]] = {
         (torch.randn(ROWS, 16),),
     ),
     "transposed": lambda: (Trained(Transposed(), lambda net, x: mse_loss(net(x), x.flip(1))), (torch.randn(ROWS, 16),)),
+    "masked": lambda: (Trained(Masked(), lambda net, x: mse_loss(net(x), x.flip(1))), (torch.randn(ROWS, 12, 16),)),
     "scalar": lambda: (Trained(Scaled(), lambda net, x: mse_loss(net(x), x.flip(1))), (torch.randn(ROWS, 16),)),
     "experts": lambda: (Trained(Routed(), _classified, momentum=0.0), (_words(), _words())),
     "adversarial": lambda: (Adversarial(), (torch.randn(ROWS, 16),)),
