@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as L
 import pytest
@@ -23,6 +23,7 @@ from lightning_solo.nn.sharding import require_sharded, shard
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.fsdp.technique import ShardedStrategy
+from tests.engines.modules import Masked
 from tests.messages import mentions
 from tests.modules import Stack, regression
 from tests.techniques.test_ddp import fitted
@@ -96,6 +97,19 @@ def test_shards_are_counted_as_weights(mesh: Any) -> None:
     shard(module, mesh, module.blocks)
     assert len(storages_of(list(module.parameters()))) == len(weights)
     assert sum(take_census(module).kinds[Kind("weights")].values()) == sum(max(each, LEAST) for each in weights)
+
+
+def test_blocks_whose_outputs_are_views_changed_in_place_are_gathered_for_backward(mesh: Any) -> None:
+    torch.manual_seed(0)
+    module, x = Masked(), torch.randn(2, 12, 16)
+    module(x).sum().backward()
+    expected = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    restore = shard(module, mesh, module.layers)
+    module(x).sum().backward()
+    assert equal([cast(DTensor, p.grad).to_local() for p in module.parameters()], expected)
+    restore()
+    assert not any(layer._forward_hooks for layer in module.layers)
 
 
 def test_a_parameter_outside_of_the_shards_is_refused_by_name(mesh: Any) -> None:
