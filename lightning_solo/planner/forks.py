@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -16,17 +17,24 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def has_threads() -> bool:
+    """Return whether this process has other threads, which a fork lacks, and for which a function may wait there."""
+    return threading.active_count() > 1
+
+
 def run_in_forks(first: Callable[[], Result], *others: Callable[[], Result]) -> list[Result]:
     """Return the results of all functions, in order; no process is left.
 
     Args:
         first: runs in this process.
-        others: run in forked processes.
+        others: run in forked processes; in this one if it has other threads.
 
     Raises:
         Exception: the first exception of a function, in the order of the functions.
         PlanError: a forked process died, or raised an exception that can't be pickled.
     """
+    if has_threads():
+        return [function() for function in (first, *others)]
     with ExitStack() as ends:
         forks = []
         for function in others:
@@ -48,8 +56,11 @@ def run_in_workers(
         function: returns what can be pickled. The result of an item whose process died is a `ProcessError`.
         items: all different.
         key: items with an equal one are given to the same process, which may keep what they share.
-        count: number of processes.
+        count: number of processes; with one, and if this process has other threads, all items run in this process.
     """
+    if count == 1 or has_threads():
+        yield from ((item, function(item)) for item in items)
+        return
     groups: dict[object, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -180,11 +180,8 @@ def plans(request: PlanRequest) -> Iterator[tuple[str, Any]]:
             planner.check_module(dict.fromkeys(config.precision for config in configs.values()))
             checked = True
         yield name, result
-    count = min(usable_cores(), MOST_WORKERS) if len(remaining) > 1 else 1
-    results = (
-        run_in_workers(answer, remaining, key, count) if count > 1 else ((name, answer(name)) for name in remaining)
-    )
-    for name, result in results:
+    count = min(usable_cores(), MOST_WORKERS, max(1, len(remaining)))
+    for name, result in run_in_workers(answer, remaining, key, count):
         if isinstance(result, Plan):
             found[name] = result
         yield name, result

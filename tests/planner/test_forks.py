@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from lightning_solo.errors import PlanError
+from lightning_solo.planner import forks
 from lightning_solo.planner.forks import run_in_forks, run_in_workers
 
 
@@ -23,7 +25,8 @@ def children() -> set[str]:
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
+def no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(forks, "has_threads", lambda: False)  # which other tests may have left
     before = children()
     yield
     assert children() == before
@@ -104,6 +107,19 @@ def test_garbage_of_the_parent_is_not_freed_in_a_fork() -> None:
         assert run_in_forks(lambda: None, collects) == [None, [0]]
     finally:
         gc.enable()
+
+
+def test_process_with_other_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    try:
+        assert run_in_forks(os.getpid, os.getpid) == 2 * [os.getpid()]
+        assert list(run_in_workers(lambda item: os.getpid(), "ab", str, 2)) == [("a", os.getpid()), ("b", os.getpid())]
+    finally:
+        end.set()
+        thread.join()
 
 
 # --- items in a few processes ---

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_solo.errors import PlanError, PresetError
-from lightning_solo.planner import worker
+from lightning_solo.planner import forks, worker
 from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.planner import Planner
@@ -367,6 +368,7 @@ def test_plans_are_in_order_and_the_same_on_any_number_of_cores(monkeypatch: pyt
     presets = {name: compose(name) for name in ("bf16", "checkpointing", "baseline", "prefetch", "curriculum")}
     request = PlanRequest(dense, vectors(), {}, device("cpu"), GiB, None, presets)
     monkeypatch.setattr(worker, "usable_cores", lambda: cores)
+    monkeypatch.setattr(forks, "has_threads", lambda: False)  # which other tests may have left
     before = os.times()
     found = dict(worker.plans(request))
     assert (os.times().children_user > before.children_user) == (cores > 1)
@@ -377,6 +379,15 @@ def test_plans_are_in_order_and_the_same_on_any_number_of_cores(monkeypatch: pyt
             assert "repeated blocks" in str(found[name])
         else:
             assert found[name] == planner.plan(name, config)
+
+
+def test_module_with_a_pool_of_threads_is_planned_under_each_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "usable_cores", lambda: 3)
+    presets = {name: compose(name) for name in ("bf16", "baseline", "accumulation")}
+    with ThreadPoolExecutor(1) as pool:
+        made = Does(lambda: pool.submit(len, "").result(timeout=5))  # a fork lacks the pool's thread
+        request = PlanRequest(lambda: made, vectors(), {}, device("cpu"), GiB, None, presets)
+        assert [type(answer) for _, answer in worker.plans(request)] == 3 * [Plan]
 
 
 class DiesInWindows(Classifier):
