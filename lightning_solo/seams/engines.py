@@ -176,6 +176,10 @@ class Peers:
         self._start(self._end_alone, exception)
         self._start(self._count_failures, store)
 
+    def all_fail(self) -> bool:
+        """Return whether all processes fail, after a wait for the others if this one has failed."""
+        return self._cleans_up.wait(GRACE_S)
+
     def _end_alone(self, exception: BaseException) -> None:
         if not self._cleans_up.wait(2 * GRACE_S):
             traceback.print_exception(exception)
@@ -195,11 +199,22 @@ class Peers:
         os._exit(1)  # the main thread may wait in a collective
 
 
-def of_each_process(value: Any) -> list[Any]:
-    """Return the value of each process by rank, in the first process; all must call it."""
+def of_each_process(trainer: Any, value: Any) -> list[Any] | None:
+    """Return the value of each process by rank, in the first process; all must call it.
+
+    None if this process has failed, and others haven't, or have ended.
+    """
+    has_failed, peers = trainer.state.status == "interrupted", getattr(trainer.strategy, "peers", None)
+    if has_failed and (peers is None or not peers.all_fail()):
+        return None
     group = torch.distributed
     each: list[Any] | None = [None] * group.get_world_size() if group.get_rank() == 0 else None
-    group.gather_object(value, each)
+    try:
+        group.gather_object(value, each)
+    except RuntimeError:
+        if has_failed:
+            return None
+        raise
     return each or []
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -86,6 +87,26 @@ def fitted(folder: Path | None, engine: str, kills: bool = False, path: Path | N
         callbacks=[end], ckpt_path=path, max_epochs=EPOCHS, accumulate_grad_batches=2, gradient_clip_val=0.5,
     )  # fmt: skip
     return end.each
+
+
+class Fails(L.Callback):
+    """Fails in some processes after three steps."""
+
+    def __init__(self, ranks: set[int]) -> None:
+        self.ranks = ranks
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3 and rank() in self.ranks:
+            raise ValueError("three steps")
+
+
+def failed(folder: Path, *failing: str) -> None:
+    """Train until these processes fail, with a checkpoint of the failure."""
+    module, saves = Net(), ModelCheckpoint(folder, save_on_exception=True)
+    torch.manual_seed(rank())
+    preset, batches = {"strategy": ENGINES["ddp"], "callback": {"exact_resume": {}}}, DataLoader(Noisy(), batch_size=3)
+    callbacks = [Fails({*map(int, failing)}), saves]
+    trained(preset, folder, module=module, batches=batches, callbacks=callbacks, enable_checkpointing=True)
 
 
 def killed(folder: Path, engine: str) -> None:

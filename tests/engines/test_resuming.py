@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_solo.errors import CheckpointError
+from lightning_solo.techniques.exact_resume.technique import ExactResume
 from tests.engines.processes import run, started
 from tests.engines.resuming import BATCHES, EPOCHS, LAST, SAVED
 
@@ -30,6 +32,21 @@ def test_each_process_ends_with_the_bits_of_an_undisturbed_run(engine: str, tmp_
             done = LAST if name == "killed" else int(name.split()[1])
             assert end.pop("seen") == expected["seen"][done:], name
             assert_equal(end, {key: value for key, value in expected.items() if key != "seen"}, name)
+
+
+@pytest.mark.parametrize("failing", ["0", "1", "01"])
+def test_checkpoint_of_a_failure_is_continued_if_all_processes_failed(failing: str, tmp_path: Path) -> None:
+    output = started("resuming:failed", tmp_path, *failing)
+    assert "three steps" in output
+    (path,) = tmp_path.glob("*.ckpt")
+    states = torch.load(path, weights_only=True)["callbacks"]
+    (ranks,) = (state["ranks"] for name, state in states.items() if "ExactResume" in name)
+    if failing == "01":
+        ExactResume().load_state_dict(ranks[1])
+        assert not torch.equal(ranks[0]["random"]["torch"], ranks[1]["random"]["torch"])
+    else:
+        with pytest.raises(CheckpointError, match="failure in one process"):
+            ExactResume().load_state_dict(ranks[1])
 
 
 def assert_equal(one: Any, other: Any, path: str) -> None:

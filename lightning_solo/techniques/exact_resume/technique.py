@@ -246,7 +246,11 @@ class ExactResume(Technique, Settings):
         if states := resuming.loader_states(checkpoint):
             self._keep_loaders(checkpoint, states, own, of_others=several)
         if several:
-            checkpoint["callbacks"][self.state_key] = {"ranks": of_each_process(tree_map_only(Tensor, _on_host, own))}
+            ranks = of_each_process(trainer, tree_map_only(Tensor, _on_host, own))
+            if ranks is None:
+                own["spoilt"] = "after a failure in one process, without the states of the others"
+                ranks = [own] * trainer.world_size
+            checkpoint["callbacks"][self.state_key] = {"ranks": ranks}
 
     def _keep_loaders(self, checkpoint: Any, states: list[Any], own: dict[str, Any], *, of_others: bool) -> None:
         """Move positions of loaders to this technique's state; ``of_others``: copy those that Lightning keeps."""
