@@ -75,12 +75,11 @@ def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
     candidates = {name: plans[name] for name in bases.bases if name in plans}
     whole: list[Plan] = []
     in_parts: list[Plan] = []
-    reasons: list[str] = []
-    for name in _promising(candidates):
+    names = _promising(candidates)
+    lacking = [name for name in names if with_host_memory(candidates[name], planner.host_memory).verdict != "fits"]
+    reasons = [f"{name} fits as it is" for name in names if name not in lacking]
+    for name in lacking:
         base, plan = bases.bases[name], candidates[name]
-        if with_host_memory(plan, planner.host_memory).verdict == "fits":
-            reasons.append(f"{name} fits as it is")
-            continue
         try:
             whole.append(_Solver(planner, bases, base).plan())
         except SoloError as error:
@@ -88,8 +87,8 @@ def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
         if not bases.whole_batch and plan.largest_micro_batch is not None and is_divisible(planner, base):
             in_parts += _in_micro_batches(planner, bases, base, _best([*whole, *in_parts]))
     best = _best([*whole, *in_parts])
-    if (best is None or not best.fits) and not bases.whole_batch:
-        for name in reversed(_promising(candidates)):  # first the one that needs least memory
+    if lacking == names and (best is None or not best.fits) and not bases.whole_batch:
+        for name in reversed(names):  # first the one that needs least memory
             try:
                 whole.append(_Solver(planner, bases, bases.bases[name]).in_block_micro_batches())
             except SoloError as error:

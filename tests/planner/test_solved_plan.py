@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_solo.attach import trainer_kwargs
 from lightning_solo.cards.configuration import Configuration
+from lightning_solo.errors import PlanError
 from lightning_solo.planner.bases import (
     BLOCK_MICRO_BATCHES,
     MICRO_BATCH,
@@ -239,6 +240,8 @@ def test_blocks_run_in_the_fewest_micro_batches_that_fit_if_no_whole_batch_does(
     assert solved(planner, whole, {"compact": lacking}).needed_bytes == 4000
     planner.budget = most = 4000
     assert solved(planner, bases, {"compact": lacking}).configuration is None, "a whole batch fits"
+    with pytest.raises(PlanError, match="fits as it is"):
+        solved(planner, bases, {"compact": replace(lacking, verdict="fits")})
 
 
 @pytest.mark.long
