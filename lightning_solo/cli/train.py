@@ -181,6 +181,10 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
     started = time.monotonic()
     try:
         trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
+    except SoloError as error:
+        for name in safe:  # which no override has added
+            error.args = (str(error).replace(f"~callback.{name}", "fault_tolerance=false"),)
+        raise
     except misconfigured as error:
         raise PresetError(_unlogged(cfg.monitor, trainer.callback_metrics) or str(error)) from error
     except RuntimeError as error:

@@ -288,6 +288,18 @@ def test_a_run_on_two_devices_has_one_folder_and_all_techniques_of_fault_toleran
 
 
 @pytest.mark.long
+def test_a_run_on_two_devices_is_resumed_on_one_without_fault_tolerance(tmp_path: Path) -> None:
+    arguments = [*QUICK, "solo=ddp", "+trainer.accelerator=cpu", "run=first"]
+    train(tmp_path, *arguments, "solo.devices=2", "trainer.max_steps=2")
+    arguments += ["solo.devices=1", "resume=override", "trainer.max_steps=4"]
+    refused = train(tmp_path, *arguments, code=2)
+    assert lines_with(refused, "saved by 2 processes", "solo.devices=2, or fault_tolerance=false")
+    assert "~" not in refused
+    train(tmp_path, *arguments, "fault_tolerance=false")
+    assert steps_of(tmp_path / "runs" / "first") == 4
+
+
+@pytest.mark.long
 def test_a_run_resumes_by_name_and_only_with_its_configuration(tmp_path: Path) -> None:
     train(tmp_path, *QUICK, "run=first", "trainer.max_steps=4", "trainer.val_check_interval=2")
     folder = tmp_path / "runs" / "first"
