@@ -8,6 +8,7 @@ import signal
 from collections import UserList
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -589,6 +590,17 @@ def test_other_data_are_refused(make_trainer: Make, tmp_path: Path) -> None:
     fit(make_trainer, shuffled(), ExactResume(), saves)
     with pytest.raises(CheckpointError, match=mentions("RandomSampler", "2 batches", "~callback.exact_resume")):
         fit(make_trainer, lambda: DataLoader(Items(), 3, shuffle=True), ExactResume(), path=saves.saved[0][0])
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one process", "several"])
+def test_each_loader_gets_its_own_state_also_if_that_is_empty(several: bool) -> None:
+    technique, trainer, own = ExactResume(), SimpleNamespace(world_size=1, global_rank=0), {"ahead": 0}
+    states: list[Any] = [{"position": 3}, {}]
+    loops = {"fit_loop": {"state_dict": {"combined_loader": states}}}
+    checkpoint = {"callbacks": {technique.state_key: own}, "loops": loops}
+    technique._keep_loaders(checkpoint, states, own, of_others=several)
+    technique.on_load_checkpoint(trainer, None, checkpoint)
+    assert resuming.loader_states(checkpoint) == states
 
 
 def test_another_number_of_processes_is_refused(make_trainer: Make, tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ class ExactResume(Technique, Settings):
         if not own or "loaders" not in own:
             return
         others = iter(resuming.loader_states(checkpoint) or [])
-        resuming.set_loader_states(checkpoint, [state or next(others) for state in own["loaders"]])
+        resuming.set_loader_states(checkpoint, [next(others) if state is None else state for state in own["loaders"]])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state until training starts.
