@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -59,6 +60,7 @@ def shard(
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     handles = [block.register_forward_hook(_hook_views) for block in alone]
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    ignored = warnings.filters[0]
     fully_shard(module, mesh=mesh)
     if find_unused_parameters:
         cast(FSDPModule, module).set_reduce_scatter_unused_params(True)  # and its parts
@@ -66,7 +68,7 @@ def shard(
     for name in forward_methods:
         register_fsdp_forward_method(module, name)
     require_sharded(module)
-    return partial(_restore, module, before, handles)
+    return partial(_restore, module, before, handles, ignored)
 
 
 def _hook_views(block: nn.Module, args: Any, output: Any) -> None:
@@ -103,9 +105,12 @@ def _restore(
     module: nn.Module,
     before: Sequence[tuple[nn.Module, type, dict[str, Any]]],
     handles: Sequence[RemovableHandle],
+    ignored: Any,
 ) -> Mapping[Tensor, nn.Parameter]:
     for handle in handles:
         handle.remove()
+    with suppress(ValueError):  # of a context of warnings that has ended
+        cast(list[Any], warnings.filters).remove(ignored)
     whole: dict[Tensor, nn.Parameter] = {}
     for parameter in module.parameters():
         value = parameter.detach()

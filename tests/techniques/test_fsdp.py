@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -105,11 +106,13 @@ def test_blocks_whose_outputs_are_views_changed_in_place_are_gathered_for_backwa
     module(x).sum().backward()
     expected = [p.grad for p in module.parameters()]
     module.zero_grad()
+    filters = [*warnings.filters]
     restore = shard(module, mesh, module.layers)
     module(x).sum().backward()
     assert equal([cast(DTensor, p.grad).to_local() for p in module.parameters()], expected)
     restore()
     assert not any(layer._forward_hooks for layer in module.layers)
+    assert warnings.filters == filters
 
 
 def test_a_parameter_outside_of_the_shards_is_refused_by_name(mesh: Any) -> None:
