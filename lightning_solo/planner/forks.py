@@ -18,8 +18,12 @@ Result = TypeVar("Result")
 
 
 def has_threads() -> bool:
-    """Return whether this process has other threads, which a fork lacks, and for which a function may wait there."""
-    return threading.active_count() > 1
+    """Return whether this process has other threads, which a fork lacks, and for which a function may wait there.
+
+    The one with which tqdm watches its bars doesn't count: nothing waits for it.
+    """
+    names = [type(thread).__name__ for thread in threading.enumerate() if thread is not threading.current_thread()]
+    return any(name != "TMonitor" for name in names)
 
 
 def run_in_forks(first: Callable[[], Result], *others: Callable[[], Result]) -> list[Result]:

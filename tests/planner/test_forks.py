@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from tqdm import tqdm
 
 from lightning_solo.errors import PlanError
 from lightning_solo.planner import forks
@@ -111,6 +113,9 @@ def test_garbage_of_the_parent_is_not_freed_in_a_fork() -> None:
 
 def test_process_with_other_threads_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
+    before = forks.has_threads()
+    with tqdm(range(2), disable=False, file=io.StringIO()):
+        assert forks.has_threads() == before
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
