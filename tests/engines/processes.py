@@ -268,7 +268,7 @@ def terminated(folder: Path, *engines: str) -> dict[str, Any]:
     """Return what comes of a SIGTERM for either process, and the losses of runs that resume, and of a whole one."""
     results = {}
     for engine in engines:
-        preset = {"strategy": ENGINES[engine], "callback": {"safe_checkpoint": {}}}
+        preset = {"strategy": ENGINES[engine], "callback": {"safe_checkpoint": {}, "exact_resume": {}}}
         _, whole = trained(preset, folder / engine)
         for which in (0, 1):
             codes: list[Any] = [None, None]
