@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -200,7 +200,9 @@ class ZeroStrategy(Base):
                 self.model = self.lightning_module
                 if run.host is not None:
                     self.optimizers = []
-                run.end()
+                has_failed = not self.is_alone and self._trainer.state.status == "interrupted"
+                with suppress(RuntimeError) if has_failed else nullcontext():  # which would hide the failure
+                    run.end()  # asks the others, which may have ended
                 if run.host is not None:  # for a save after the fit
                     self._fitted, self.optimizers = run, [run.host.original]
         finally:
