@@ -58,18 +58,21 @@ def compile_blocks(blocks: Mapping[str, nn.Module], backend: CountingBackend, dy
         build = (type(block), tuple((name, p.shape) for name, p in block.named_parameters()))
         if build not in compiled:
             compiled[build] = torch.compile(_new_call(), backend=backend, dynamic=dynamic)
-        block._compiled_call_impl = partial(_call_compiled, compiled[build], block)
+        block._compiled_call_impl = partial(_call_compiled, compiled[build], dynamic, block)
 
 
-def _call_compiled(compiled: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_compiled(
+    compiled: Callable[..., Any], dynamic: bool | None, block: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     try:
         return run_compiled(block, compiled, args, kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
-        reason = str(error.inner_exception).split("\n")[0]
+        option, inner = "callback.regional_compilation", error.inner_exception
+        reason = f"{type(inner).__name__}: {inner}".split("\n")[0]
+        alone = "" if dynamic is False else f" {option}.dynamic=false, which compiles each size of input alone,"
         raise CapabilityError(
-            f"regional compilation: torch's compiler failed at {type(block).__name__}: {reason};"
-            " write callback.regional_compilation.dynamic=false, which compiles each size of input alone,"
-            " callback.regional_compilation.backend=aot_eager, or ~callback.regional_compilation"
+            f"regional compilation: torch's compiler failed at {type(block).__name__}: {reason}; write{alone}"
+            f" {option}.backend=aot_eager, or ~{option}"
         ) from error
 
 

@@ -236,6 +236,11 @@ def test_a_compiler_that_fails_is_an_error_that_says_what_to_write():
     with pytest.raises(CapabilityError, match=r"failed at Block.*truth value.*dynamic=false") as caught:
         module(torch.randn(4, 8))
     assert isinstance(caught.value.__cause__, torch._dynamo.exc.BackendCompilerFailed)
+    blocks = {"0": nn.Linear(8, 8)}
+    compile_blocks(blocks, CountingBackend("failing"), dynamic=False)
+    with pytest.raises(CapabilityError, match=r"failed at Linear: TypeError: .*backend=aot_eager") as caught:
+        blocks["0"](torch.randn(4, 8))
+    assert "dynamic=false" not in str(caught.value)
 
 
 def test_a_module_without_blocks_is_refused(make_trainer):
