@@ -67,12 +67,13 @@ def _call_compiled(
     try:
         return run_compiled(block, compiled, args, kwargs)
     except torch._dynamo.exc.BackendCompilerFailed as error:
-        option, inner = "callback.regional_compilation", error.inner_exception
+        inner = error.inner_exception
         reason = f"{type(inner).__name__}: {inner}".split("\n")[0]
-        alone = "" if dynamic is False else f" {option}.dynamic=false, which compiles each size of input alone,"
+        each_size = "callback.regional_compilation.dynamic=false, which compiles each size of input alone,"
         raise CapabilityError(
-            f"regional compilation: torch's compiler failed at {type(block).__name__}: {reason}; write{alone}"
-            f" {option}.backend=aot_eager, or ~{option}"
+            f"regional compilation: torch's compiler failed at {type(block).__name__}: {reason};"
+            f" write {'' if dynamic is False else each_size + ' '}callback.regional_compilation.backend=aot_eager,"
+            " or ~callback.regional_compilation"
         ) from error
 
 
