@@ -15,6 +15,7 @@ blocks are computed.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +29,12 @@ from lightning_solo.memory.block_ring import BlockRing, _set_versions
 
 _GONE = 2**20
 """Added to the versions of parameters that aren't in their buffer: autograd then refuses them."""
+
+
+def refuses_absent(error: RuntimeError) -> bool:
+    """Return whether autograd refuses a parameter that isn't in its buffer, by its version."""
+    found = re.search(r"is at version (\d+)", str(error))
+    return found is not None and int(found[1]) >= _GONE
 
 
 class WeightRing(BlockRing):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -95,7 +97,7 @@ class SeveralDevices(OfEitherHome):
         trainer = this.lightning_module.trainer
         alone = patches.without_distributed_sampler if self.is_alone else patches.samplers_kept_in_order
         self._stack.enter_context(alone(trainer))
-        self.peers = self._stack.enter_context(Peers())
+        self.peers = self._stack.enter_context(Peers(this._launcher))
         self._stack.enter_context(share_of_host(this.num_processes))
         super().setup_environment()  # type: ignore[misc]
 
@@ -138,13 +140,15 @@ class Peers:
 
     _runs = itertools.count()
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: Any = None) -> None:
         self._left, self._cleans_up = threading.Event(), threading.Event()
+        self._children = getattr(launcher, "procs", [])  # Lightning's first process starts the others
+        self._parent = None if os.environ.get("LOCAL_RANK", "0") == "0" else os.getppid()
         self._key = f"lightning_solo/failure_of_run_{next(self._runs)}"
 
     def __enter__(self) -> Peers:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            self._start(self._watch_parent, os.getppid())
+        if self._parent is not None:
+            self._start(self._watch_parent)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -154,15 +158,15 @@ class Peers:
     def _start(self, target: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=target, args=args, name="peers", daemon=True).start()
 
-    def _watch_parent(self, parent: int) -> None:
+    def _watch_parent(self) -> None:
         while not self._left.wait(1.0):
-            if os.getppid() != parent and not self._left.wait(GRACE_S):
+            if os.getppid() != self._parent and not self._left.wait(GRACE_S):
                 self._end("the first process has ended, and so does this one, which waits for it")
 
     def failed(self, exception: BaseException) -> None:
         """End this process soon, unless the run ends first or all processes have failed.
 
-        If another process failed before, the message of an error of torch begins with that failure.
+        If another process failed or was killed before, the message of an error of torch begins with that.
         """
         if self._left.is_set() or not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
             return
@@ -171,10 +175,26 @@ class Peers:
         with suppress(RuntimeError):  # the process with the store has ended
             first = store.compare_set(self._key, "", own).decode()
             store.add(f"{self._key}/count", 1)
-        if first != own and isinstance(exception, RuntimeError) and not isinstance(exception, SoloError):
-            exception.args = (f"{first}\n{exception}",)
+        if isinstance(exception, RuntimeError) and not isinstance(exception, SoloError):
+            cause = first if first != own else self._killed()
+            if cause is not None:
+                exception.args = (f"{cause}\n{exception}",)
         self._start(self._end_alone, exception)
         self._start(self._count_failures, store)
+
+    def _killed(self) -> str | None:
+        """Return which other process of this machine has ended without an error of its own, after a wait of a second.
+
+        Its connections close a moment before it has ended.
+        """
+        for _ in range(10):
+            if self._parent is not None and os.getppid() != self._parent:
+                return "the first process has ended"
+            for number, child in enumerate(self._children, 1):
+                if (code := child.poll()) is not None and code < 0:
+                    return f"process {number} was ended by {signal.Signals(-code).name}"
+            time.sleep(0.1)
+        return None
 
     def all_fail(self) -> bool:
         """Return whether all processes fail, after a wait for the others if this one has failed."""

@@ -180,7 +180,7 @@ class ZeroStrategy(Base):
             self._process_group_backend = self._get_process_group_backend()
             self._opened_group = open_process_group(self._process_group_backend) or bool(self._opened_group)
         else:
-            self.peers = self._stack.enter_context(Peers())
+            self.peers = self._stack.enter_context(Peers(self._launcher))
             self._stack.enter_context(share_of_host(self.num_processes))
             with nothing_compiled_for_communication():
                 self._init_deepspeed_distributed()

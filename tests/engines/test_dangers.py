@@ -31,6 +31,8 @@ def test_different_numbers_of_batches_or_parts_are_refused(tmp_path: Path) -> No
     [
         ("ddp", "1", "leave"),
         ("ddp", "1", "exit"),
+        ("fsdp", "1", "kill"),
+        ("ddp", "0", "kill"),
         ("ddp", "0", "leave"),
         ("zero3", "0", "leave"),
         ("fsdp", "0", "leave"),
@@ -40,7 +42,8 @@ def test_a_process_that_ends_ends_the_other(engine: str, rank: str, how: str, tm
     started_s = time.monotonic()
     output = started("ending", tmp_path, engine, rank, how, limit_s=LIMIT_S)
     print(f"{time.monotonic() - started_s:.0f} s\n{output[-3000:]}")
-    assert (f"rank {rank} can't go on" in output) == (how != "exit")
+    assert (f"rank {rank} can't go on" in output) == (how == "leave")
+    assert ("process 1 was ended by SIGKILL\n" in output) == (how == "kill" and rank == "1")
     assert ("first process has ended" in output) == (rank == "0")
     assert not (tmp_path / "ending.pt").exists()
 

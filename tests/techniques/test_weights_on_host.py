@@ -433,6 +433,21 @@ def test_a_backward_past_a_blocks_output_is_an_error(make_trainer: Make) -> None
         fit(make_trainer, WeightsOnHost(), module=module_of(Inner()))
 
 
+class Overwriting(Block):
+    """Changes what its own backward needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x)).mul_(2)
+
+
+def test_an_error_of_autograd_about_other_tensors_stays_as_it_is(make_trainer: Make) -> None:
+    net = Net()
+    net.blocks = nn.ModuleList(Overwriting() for _ in range(BLOCKS))
+    with pytest.raises(RuntimeError, match="inplace operation") as caught:
+        fit(make_trainer, WeightsOnHost(), module=module_of(net))
+    assert "weights_on_host" not in str(caught.value)
+
+
 class Penalty(Net):
     """Reads weights of its blocks outside them."""
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_solo.errors import ConflictError, NothingToDoError, RefusedStepError
 from lightning_solo.memory import host_slabs
 from lightning_solo.memory.category_peaks import is_compiled
-from lightning_solo.memory.weight_ring import WeightRing
+from lightning_solo.memory.weight_ring import WeightRing, refuses_absent
 from lightning_solo.nn.blocks import counted, named_blocks
 from lightning_solo.nn.forwards import restore_forwards
 from lightning_solo.nn.host_weights import leaving, store, weights_of_blocks
@@ -337,7 +337,7 @@ class WeightsOnHost(ReleasedGradients, Settings):
         try:
             result = super().step(ctx, proceed, optimizer, closure, **options)
         except RuntimeError as error:
-            if isinstance(error, RefusedStepError) or "inplace operation" in str(error):
+            if isinstance(error, RefusedStepError) or refuses_absent(error):
                 why = f"under {OPTION} a weight that is used outside its block is NaN there"
                 blocks = f"write the classes of blocks without it, {OPTION}.blocks=[ClassName], or ~{OPTION}"
                 error.args = (f"{error}; {why}: {blocks}",)
