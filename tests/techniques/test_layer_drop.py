@@ -19,6 +19,7 @@ from lightning_solo.memory.category_peaks import compiled_parts
 from lightning_solo.memory.ledger import saved_for_backward
 from lightning_solo.nn.blocks import named_blocks
 from lightning_solo.nn.layer_drop import SkippedBlocks
+from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.layer_drop.technique import LayerDrop
 from lightning_solo.techniques.regional_compilation.technique import RegionalCompilation
@@ -302,6 +303,17 @@ def test_blocks_that_change_the_shape_are_named_and_run(make_trainer: Make) -> N
 
 
 # --- what is refused ---
+
+
+@pytest.mark.parametrize(("engine", "finds"), [("ddp", True), ("fsdp", False)])
+def test_engines_that_would_wait_for_skipped_blocks_or_change_them_are_refused(engine: str, finds: bool) -> None:
+    def composed(value: bool) -> object:
+        overrides = ["+callback=layer_drop", "devices=2", f"strategy.find_unused_parameters={value}"]
+        return compose(engine, overrides)
+
+    assert composed(finds)
+    with pytest.raises(ConflictError, match=mentions(f"strategy={engine}", f"find_unused_parameters={finds}".lower())):
+        composed(not finds)
 
 
 def test_more_blocks_than_there_are_but_one_are_refused(make_trainer: Make) -> None:

@@ -31,13 +31,26 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
 
 
+def _finds_unused(configuration: Configuration, engine: str) -> bool:
+    chosen = next((each for each in configuration.techniques if each.card.engine == engine), None)
+    return chosen is not None and bool(chosen.settings.find_unused_parameters)
+
+
 def _under_ddp(settings: Settings, configuration: Configuration) -> str:
-    engine = next((each for each in configuration.techniques if each.card.engine == "ddp"), None)
-    if engine is not None and engine.settings.find_unused_parameters:
+    if _finds_unused(configuration, "ddp"):
         return ROUNDING
     return (
         "skipped blocks have no gradient, for which DistributedDataParallel waits; write"
         " strategy.find_unused_parameters=true"
+    )
+
+
+def _under_fsdp(settings: Settings, configuration: Configuration) -> str:
+    if not _finds_unused(configuration, "fsdp"):
+        return ROUNDING
+    return (
+        "skipped blocks would have gradients of zero, with which AdamW still changes their weights; write"
+        " strategy.find_unused_parameters=false"
     )
 
 
@@ -58,7 +71,7 @@ CARD = Card(
     planned="lightning_solo.techniques.layer_drop.card:planned",
     engines=answers(
         ddp=_under_ddp,
-        fsdp=ROUNDING,
+        fsdp=_under_fsdp,
         zero3="DeepSpeed gives skipped blocks gradients of zero, with which AdamW still changes their weights",
     ),
 )
