@@ -32,7 +32,7 @@ from lightning_solo.planner.device import CPU
 from lightning_solo.planner.fake_modules import empty_parameters
 from lightning_solo.planner.forks import run_in_forks
 from lightning_solo.planner.micro_batch_sizes import ScaledTraces, divided, is_divisible, sizes_below
-from lightning_solo.planner.plan import NEAR, TIGHT, Plan, as_fast, with_host_memory
+from lightning_solo.planner.plan import NEAR, TIGHT, VERDICTS, Plan, as_fast, with_host_memory
 from lightning_solo.planner.planner import Planner
 from lightning_solo.planner.rules import Arrangement, arrange
 from lightning_solo.planner.solver import (
@@ -70,7 +70,7 @@ def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
         plans: those of the bases, by name.
 
     Raises:
-        PlanError: nothing can be solved: a base fits as it is, or no block can have a mode.
+        PlanError: nothing can be solved: a base fits as it is and takes less time, or no block can have a mode.
     """
     candidates = {name: plans[name] for name in bases.bases if name in plans}
     whole: list[Plan] = []
@@ -99,7 +99,14 @@ def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
     if best is None:
         raise PlanError("; ".join(reasons) or "no preset leaves the choice for the blocks open")
     undivided = _best(whole)
-    return undivided if undivided is not None and undivided.fits and as_fast(undivided, best) else best
+    if undivided is not None and undivided.fits and as_fast(undivided, best):
+        best = undivided
+    for name, plan in candidates.items():
+        judged = with_host_memory(plan, planner.host_memory)
+        no_worse = judged.fits and VERDICTS.index(judged.verdict) <= VERDICTS.index(best.verdict)
+        if no_worse and not as_fast(best, plan):
+            raise PlanError(f"{name} fits as it is, and takes less time than a plan with other blocks")
+    return best
 
 
 def _best(plans: Sequence[Plan]) -> Plan | None:

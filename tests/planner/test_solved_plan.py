@@ -45,6 +45,7 @@ from lightning_solo.presets.compose import compose
 from lightning_solo.presets.writing import fields_of
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.units import GiB
+from tests.messages import mentions
 from tests.modules import Held
 from tests.planner.modules import plan_with
 
@@ -242,6 +243,13 @@ def test_blocks_run_in_the_fewest_micro_batches_that_fit_if_no_whole_batch_does(
     assert solved(planner, bases, {"compact": lacking}).configuration is None, "a whole batch fits"
     with pytest.raises(PlanError, match="fits as it is"):
         solved(planner, bases, {"compact": replace(lacking, verdict="fits")})
+    # the fastest and the smallest lack memory, and one between them fits, faster than what is solved
+    between = replace(lacking, preset="bf16", verdict="fits", needed_bytes=3000, seconds_per_step=0.9)
+    plans = {"compact": replace(lacking, seconds_per_step=0.5), "bf16": between}
+    both = replace(bases, bases={"compact": base, "bf16": compose("bf16")})
+    with pytest.raises(PlanError, match=mentions("bf16 fits as it is", "less time")):
+        solved(planner, both, plans)
+    assert solved(planner, both, {**plans, "bf16": replace(between, seconds_per_step=2.0)}).preset == "solved"
 
 
 @pytest.mark.long
