@@ -69,8 +69,8 @@ def _series(rows: Sequence[Mapping[str, str]], part: int) -> dict[str, Series]:
         logged = [(int(float(row["step"])), _number(row[name])) for row in rows if row[name]]
         finite = [(step, value) for step, value in logged if math.isfinite(value)]
         if logged and name not in NO_SERIES:
-            steps, values = [step for step, _ in finite], [value for _, value in finite]
-            series[name] = Series(name, steps, values, part, left_out=len(logged) - len(finite))
+            last = dict(finite)  # a resumed run repeats the steps since its checkpoint
+            series[name] = Series(name, [*last], [*last.values()], part, left_out=len(logged) - len(finite))
     return series
 
 

@@ -30,6 +30,12 @@ def test_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
     assert read_metrics(path)["loss"].steps == [1, 2]
 
 
+def test_steps_that_a_resumed_run_has_repeated_count_once(tmp_path: Path) -> None:
+    path = write_csv(tmp_path / "m.csv", {"step": [1, 2, 3, 2, 3, 4], "loss": [9, 8, 7, 8, 6, 5]})
+    loss = read_metrics(path)["loss"]
+    assert (loss.steps, loss.values) == ([1, 2, 3, 4], [9, 8, 6, 5])
+
+
 @pytest.mark.parametrize("text", ["", "step,lo", "\n"])
 def test_a_file_just_begun_has_no_series(tmp_path: Path, text: str) -> None:
     path = tmp_path / "m.csv"
