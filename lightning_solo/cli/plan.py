@@ -65,12 +65,14 @@ def run(arguments: Sequence[str]) -> int:
         request = replace(request, presets={**request.presets, SOLVED: bases})
     plans, failed = planned(request, host_of(options), checked.allow, caveats_last=options.all_presets)
     solved = next((plan for plan in plans if plan.configuration is not None and plan.fits), None)
+    written = ""
     if path is not None and solved is not None:
-        save(solved, path)
+        written = f"{solved.preset} is written to {path}, for solo={options.save_preset}{save(solved, path)}"
     elif path is not None:
-        print(f"--save-preset {options.save_preset}: no solved plan fits, so {path} isn't written", file=sys.stderr)
-    failed = {**refused, **failed}
-    return show(options, arguments, checked, request, plans, failed)
+        written = f"{options.save_preset} isn't written: {failed.get(SOLVED, 'no solved plan fits')}"
+        if plans and plans[0].fits:
+            written += f"; write {shlex.quote(f'solo={plans[0].preset}')}"
+    return show(options, arguments, checked, request, plans, {**refused, **failed}, written=written)
 
 
 def request_of(options: PlanOptions) -> tuple[CheckedConfig, PlanRequest, dict[str, SoloError]]:
@@ -124,9 +126,11 @@ def show(
     plans: list[Plan],
     failed: Mapping[str, SoloError],
     found: Mapping[str, Any] | None = None,
+    written: str = "",
 ) -> int:
     """Print plans, the largest value of a setting if one was searched, and pictures; return 0 if a preset fits."""
     advice = what_to_write(plans, options.overrides, checked, options.save_preset)
+    advice = f"{written}\n{advice}" if written else advice
     pictures = write_pictures(plans, options.picture) if options.picture is not None and plans else []
     if options.as_json:
         plain = as_plain(plans, failed, arguments, advice)

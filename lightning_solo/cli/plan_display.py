@@ -167,11 +167,7 @@ def what_to_write(
             preset = saved
             overrides = [text for text in overrides if not text.lstrip("+~").startswith(("solo.", "solo/"))]
         again = command(preset, overrides, checked, first.batch or first.micro_batch)
-        solved = next((plan for plan in plans[1:] if plan.configuration is not None and plan.fits), None)
-        kept = (
-            f"\n{solved.preset} comes after {first.preset}, and is written as solo={saved}" if saved and solved else ""
-        )
-        return f"{first.preset} fits, {left}. {' '.join(descriptions(names_in(preset)))}\n{again}{kept}"
+        return f"{first.preset} fits, {left}. {' '.join(descriptions(names_in(preset)))}\n{again}"
     shortage = (
         f"none fits in {format_bytes(first.budget_bytes)}; the nearest, {first.preset}, needs"
         f" {format_bytes(first.needed_bytes)}"

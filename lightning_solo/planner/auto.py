@@ -93,9 +93,9 @@ def choose(
     if chosen.configuration is not None:
         configs[chosen.preset] = configuration_of(chosen, allow)
         if path is not None:
-            save(chosen, path)
             lines.append(
-                f"auto: {chosen.preset} is written to {path}; solo={settings.save_preset} trains with it again"
+                f"auto: {chosen.preset} is written to {path}{save(chosen, path)}; solo={settings.save_preset} trains"
+                " with it again"
             )
         lines += [f"auto: {chosen.preset}: {line}" for line in solved_lines(configs[chosen.preset])]
         if settings_of(configs[chosen.preset], MICRO_BATCH) is not None:
@@ -108,6 +108,8 @@ def choose(
                 f"auto: {chosen.preset}: its blocks run in micro-batches, since no other solved plan fits; the first"
                 " batch checks that a block's examples are independent; auto.whole_batch=true plans without them"
             )
+    elif path is not None:
+        lines.append(f"auto: {path} isn't written: {chosen.preset} is a preset already")
     for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     return chosen.preset, configs[chosen.preset], chosen

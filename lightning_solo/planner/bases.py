@@ -19,6 +19,8 @@ from lightning_solo.units import format_bytes
 
 SOLVED = "solved"
 """Name of the solved plan among presets."""
+SOLVED_FOR = "# Solved by auto for "
+"""Start of the file of a solved plan, before its device and budget."""
 MICRO_BATCH, BLOCK_MICRO_BATCHES = "micro_batch", "micro_batches"
 STATES, WEIGHTS = "state_budget", "weight_budget"
 
@@ -109,19 +111,21 @@ def file_of(name: str, option: str) -> Path:
         PresetError: another preset has the name.
     """
     path = Path("conf") / "solo" / f"{name}.yaml"
-    is_solved = path.exists() and path.read_text(encoding="utf-8").startswith("# Solved by auto")
+    is_solved = path.exists() and path.read_text(encoding="utf-8").startswith(SOLVED_FOR)
     if not is_solved and (path.exists() or name in preset_files()):
         raise PresetError(f"{option}{name}: there is another preset of this name; write another name")
     return path
 
 
-def save(plan: Plan, path: Path) -> None:
-    """Write a solved plan as a preset."""
-    first = f"Solved by auto for {plan.device} and {format_bytes(plan.budget_bytes)}"
+def save(plan: Plan, path: Path) -> str:
+    """Write a solved plan as a preset; return words on the plan that it replaces, if there is one."""
+    former = path.read_text(encoding="utf-8").removeprefix(SOLVED_FOR).partition(":")[0] if path.exists() else ""
+    first = f"{SOLVED_FOR.removeprefix('# ')}{plan.device} and {format_bytes(plan.budget_bytes)}"
     path.parent.mkdir(parents=True, exist_ok=True)
     assert plan.configuration is not None
     plan_line = f"planned peak {format_bytes(plan.peak_bytes)}, batches of {plan.batch or plan.micro_batch}"
     path.write_text(preset_file(plan.configuration, f"{first}: {plan_line}."), encoding="utf-8")
+    return f" (it replaces the plan for {former})" if former else ""
 
 
 def solved_lines(config: Configuration) -> list[str]:

@@ -465,18 +465,32 @@ def test_solved_plan_is_shown_and_written_as_a_preset(
     assert asked[1].host_memory == 64 * GiB
     assert not asked[1].presets["solved"].whole_batch
     assert out.splitlines()[-1].endswith("lightning-solo train solo=mine")
+    assert "replaces" not in out
     assert fields_of(composed("mine")) == fields
     plans[1] = replace(plans[1], preset="bf16", verdict="fits", seconds_per_step=plans[0].seconds_per_step / 2)
     out, _ = called(capsys, *line, "--save-preset", "mine", "--whole-batch")
     assert asked[2].presets["solved"].whole_batch
-    assert lines_with(out, "solved comes after bf16", "solo=mine")
+    assert lines_with(out, "solved is written to", "conf/solo/mine.yaml", "replaces", "rtx_4090 and 16.00 GiB")
     assert lines_with(out, "lightning-solo train", "solo=bf16")
     plans[:] = [replace(plan, verdict="does not fit") for plan in plans]
-    _, err = called(capsys, *line, "--save-preset", "other", code=1)
-    assert lines_with(err, "--save-preset other: ", "conf/solo/other.yaml isn't written")
+    out, _ = called(capsys, *line, "--save-preset", "other", code=1)
+    assert lines_with(out, "other isn't written", "fits")
     assert not (tmp_path / "conf" / "solo" / "other.yaml").exists()
     out, err = called(capsys, *line, "--save-preset", "bf16", code=2)
     assert "--save-preset bf16: " in err
+
+
+def test_a_preset_that_is_not_written_has_its_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answers = {"bf16": SAMPLE, "solved": PlanError("bf16 fits as it is")}
+    monkeypatch.setattr(WORKER, "start", lambda: None)
+    monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: iter(answers.items()))
+    line = [*CARD, "--presets", "bf16,solved", "--save-preset", "mine"]
+    assert lines_with(called(capsys, *line)[0], "mine isn't written: bf16 fits", "write solo=bf16")
+    assert "mine isn't written" in json.loads(called(capsys, *line, "--json")[0])["advice"]
+    assert not (tmp_path / "conf").exists()
 
 
 def test_solved_plan_has_objects_that_the_command_line_allows(

@@ -216,7 +216,10 @@ def test_solved_plan_is_chosen_and_written_as_a_preset(
     assert lines_with(said.getvalue(), "conf/solo/mine.yaml", "solo=mine")
     assert compose("mine") == config, "the file is a preset like any other"
     assert lines_with((tmp_path / "conf/solo/mine.yaml").read_text(), "keep: [blocks.3]")
-    answers(solved, overrides=["auto.save_preset=mine"])  # a file of its own is written anew
+    answers(solved, overrides=["auto.save_preset=mine"], said=said)  # a file of its own is written anew
+    assert len(lines_with(said.getvalue(), "conf/solo/mine.yaml", "replaces", "cpu and 2.00 GiB")) == 1
+    answers(planned("bf16"), overrides=["auto.save_preset=mine"], said=said)
+    assert lines_with(said.getvalue(), "conf/solo/mine.yaml isn't written", "bf16")
     (tmp_path / "conf/solo/mine.yaml").write_text("precision: bf16-mixed\n")
     with pytest.raises(PresetError, match=mentions("auto.save_preset=mine", "another name")):
         answers(solved, overrides=["auto.save_preset=mine"])
