@@ -192,7 +192,8 @@ def candidates(
         if same is None:
             configs[name] = candidate
         elif preset.precision == config.precision:  # of two equal presets, take the one that needs no override
-            configs[name] = configs.pop(same)
+            del configs[same]
+            configs[name] = candidate
     if not configs:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise PresetError(f"auto: none of {', '.join(known)} can be chosen: {reasons}")
@@ -204,7 +205,9 @@ def why(chosen: Plan, plans: Sequence[Plan]) -> str:
     others = [plan for plan in plans if plan is not chosen and plan.verdict == chosen.verdict]
     leaves = f"it needs {format_bytes(chosen.needed_bytes)} of {format_bytes(chosen.budget_bytes)}"
     if not others:
-        only = "the only one that fits" + (", if only just" if chosen.verdict == "tight" else "")
+        only = ("the only one that fits" if plans[1:] else "which fits; no other was planned") + (
+            ", if only just" if chosen.verdict == "tight" else ""
+        )
         return f"auto: {chosen.preset}, {only}; {leaves}"
     if as_fast(others[0], chosen):
         equal = f"estimates within {NEAR:.0%} and {NEAR_S * 1e3:.0f} ms count as equal"

@@ -89,6 +89,16 @@ def test_message_says_why_the_preset_is_chosen(answers: Any) -> None:
     assert "100% less time than checkpointing" in said.getvalue()
 
 
+def test_message_says_if_no_other_preset_was_planned(answers: Any) -> None:
+    said = io.StringIO()
+    answers(planned("bf16"), said=said)
+    answers(planned("bf16"), planned("baseline", "does not fit"), said=said)
+    alone, best = lines_with(said.getvalue(), "auto: bf16, ")
+    assert "no other" in alone
+    assert "only one" not in alone
+    assert "only one" in best
+
+
 def test_rows_of_the_table_are_not_wrapped_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     names = ["compact_host_checkpointing", "bf16"]
     plans = [
@@ -182,7 +192,11 @@ def test_candidates_keep_precision_and_accumulation() -> None:
     assert not {"packing", "length_bucketing", "curriculum"} & set(found), "other batches than the one that is planned"
     assert "baseline" in found, "of those that are the same now, the one that is so by itself"
     assert not {"bf16", "bf16_true", "fp16"} & set(found)
-    assert "bf16" in candidates(compose("auto"), lambda config: None, None, ())
+
+
+def test_a_candidate_of_several_equal_presets_has_its_own_name() -> None:
+    found = candidates(compose("auto"), lambda config: None, ["baseline", "bf16"], ())
+    assert [(name, made.preset) for name, made in found.items()] == [("bf16", "bf16")]
 
 
 def test_preset_that_this_machine_cannot_run_is_no_candidate() -> None:
