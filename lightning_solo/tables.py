@@ -63,6 +63,12 @@ class Table:
         """Whether each column has numbers and is therefore aligned to the right."""
         return [any(row[n].is_number for row in self.rows) for n in range(len(self.headings))]
 
+    @property
+    def width(self) -> int:
+        """Characters of a row with one space between columns."""
+        texts = [self.headings, *([cell.text for cell in row] for row in self.rows)]
+        return sum(max(map(len, column)) for column in zip(*texts, strict=True)) + len(self.headings) - 1
+
 
 def filled_table(caption: str, columns: Iterable[Column[Row]], rows: Sequence[Row], *, sortable: bool = False) -> Table:
     r"""Return a table without the columns that are empty in all rows.

@@ -76,7 +76,7 @@ def print_plans(plans: Sequence[Plan], failed: Mapping[str, SoloError], notes: S
     console = table_console()
     if plans:
         print_lines(console, [heading(plans)])
-        console.print(plan_table(plans))
+        console.print(plan_table(plans, width=console.width))
         console.print()
         console.print(bars(plans, console.width))
         print_lines(console, [*assumptions(plans), *notes, *shortages(plans)])

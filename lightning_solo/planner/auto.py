@@ -86,7 +86,7 @@ def choose(
     accepted = ("fits", "tight") if settings.accept_tight else ("fits",)
     chosen = next((plan for plan in plans if plan.verdict in accepted), None)
     console = console or table_console()
-    console.print(table(plans, chosen))
+    console.print(table(plans, chosen, console.width))
     if chosen is None:
         raise none_fits(plans)
     lines = [why(chosen, plans)]

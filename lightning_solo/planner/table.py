@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from rich.table import Table as RichTable
 
 from lightning_solo.planner.plan import Plan
-from lightning_solo.tables import Cell, Column, filled_table, number, size, terminal
+from lightning_solo.tables import WIDTH, Cell, Column, filled_table, number, size, terminal
 
+NEEDLESS = ("peak in", "peak")
+"""Columns that a narrow terminal doesn't show, the first one first."""
 COLOURS = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 
-def table(plans: Sequence[Plan], chosen: Plan | None = None) -> RichTable:
-    """Return a row per preset, with a star after the chosen one; times are per example, relative to the fastest."""
+def table(plans: Sequence[Plan], chosen: Plan | None = None, width: int = WIDTH) -> RichTable:
+    """Return a row per preset, with a star after the chosen one; times are per example, relative to the fastest.
+
+    Columns that a table of ``width`` characters has no room for are left out, as far as they are needless.
+    """
     times = [p.seconds_per_example for p in plans if p.fits] or [p.seconds_per_example for p in plans]
     fastest = min(times)
     columns: tuple[Column[Plan], ...] = (
@@ -30,7 +35,12 @@ def table(plans: Sequence[Plan], chosen: Plan | None = None) -> RichTable:
             "peak in", lambda plan: Cell(max(plan.phases, key=plan.phases.__getitem__, default="").replace("_", " "))
         ),
     )
-    return terminal(filled_table("", columns, plans), [column.heading for column in columns[1:]], narrow=True)
+    shown = filled_table("", columns, plans)
+    for heading in NEEDLESS:
+        if shown.width > width:
+            columns = tuple(column for column in columns if column.heading != heading)
+            shown = filled_table("", columns, plans)
+    return terminal(shown, [column.heading for column in columns[1:]], narrow=True)
 
 
 def _times(seconds: float, fastest: float) -> Cell:

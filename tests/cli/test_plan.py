@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 from lightning_solo.cli import main
 from lightning_solo.cli.application import compose_application
@@ -30,6 +32,7 @@ from lightning_solo.planner.calibration import Readings, calibrated
 from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import HOST_NOT_JUDGED, Plan
 from lightning_solo.planner.preset_plans import plan
+from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER, PlanRequest
 from lightning_solo.presets.compose import compose as composed
 from lightning_solo.presets.writing import fields_of
@@ -171,6 +174,19 @@ def test_the_table_its_bars_and_what_to_write(capsys: pytest.CaptureFixture[str]
     assert len(lines_with(out, "assumed: ", "CUDA context")) == 1
     assert printed[-1].endswith(": lightning-solo train model.depth=2 solo=bf16")
     assert re.match(r"bf16: fits, \d+\.\d\d MiB\nfp16: fits, ", err)
+
+
+@pytest.mark.parametrize(("width", "last"), [(80, "batch"), (92, "batch"), (120, "in")])
+def test_each_preset_is_one_line_on_a_terminal(width: int, last: str) -> None:
+    names = ["compact_host_checkpointing", "bf16"]
+    plans = [replace(SAMPLE, preset=name, host_bytes=1000 * GiB, largest_micro_batch=10**6) for name in names]
+    printed = io.StringIO()
+    Console(width=width, file=printed).print(table([*plans, replace(plans[0], preset="c", verdict="does not fit")], plans[0], width))
+    lines = printed.getvalue().splitlines()
+    assert [line.split()[0] for line in lines] == ["preset", *names, "c"]
+    assert lines[0].split()[-1] == last
+    assert ("peak" in lines[0]) == (width > 80)
+    assert all(f"{plans[0].needed_bytes / GiB:.2f} GiB" in line for line in lines[1:])
 
 
 @pytest.mark.long
