@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from lightning_solo.cli.terminal import print_lines
 from lightning_solo.errors import SoloError
 from lightning_solo.planner.calibration import Readings
 from lightning_solo.planner.device import CPU, Device
-from lightning_solo.planner.plan import Plan
+from lightning_solo.planner.plan import EQUAL, Plan, as_fast
 from lightning_solo.planner.table import COLOURS
 from lightning_solo.planner.table import table as plan_table
 from lightning_solo.presets.files import descriptions, names_in
@@ -79,7 +80,7 @@ def print_plans(plans: Sequence[Plan], failed: Mapping[str, SoloError], notes: S
         console.print(plan_table(plans, width=console.width))
         console.print()
         console.print(bars(plans, console.width))
-        print_lines(console, [*assumptions(plans), *notes, *shortages(plans)])
+        print_lines(console, [*order(plans), *assumptions(plans), *notes, *shortages(plans)])
     names_by_error: dict[str, list[str]] = {}
     for name, error in failed.items():
         names_by_error.setdefault(on_command_line(str(error)), []).append(name)
@@ -123,6 +124,13 @@ def bars(plans: Sequence[Plan], width: int) -> Text:
             words = OVERHEAD if category == "overhead" else category
             drawn.append(sign, style=inks[category]).append(f" {words}  ")
     return drawn.append(f"{mark} {format_bytes(budget)}\n" if mark else "\n")
+
+
+def order(plans: Sequence[Plan]) -> list[str]:
+    """Return a line on presets that count as equally fast, if a slower one comes before a faster one."""
+    pairs = [(one, after) for one, after in pairwise(plans) if one.verdict == after.verdict and after.fits]
+    applies = any(one.seconds_per_example > after.seconds_per_example and as_fast(one, after) for one, after in pairs)
+    return [f"{EQUAL}, and the preset that changes less comes first"] if applies else []
 
 
 def assumptions(plans: Sequence[Plan]) -> list[str]:

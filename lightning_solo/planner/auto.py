@@ -26,7 +26,7 @@ from lightning_solo.planner.bases import (
 )
 from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.device import this_device
-from lightning_solo.planner.plan import NEAR, NEAR_S, Plan, as_fast
+from lightning_solo.planner.plan import EQUAL, Plan, as_fast
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose, compose_all
@@ -210,8 +210,7 @@ def why(chosen: Plan, plans: Sequence[Plan]) -> str:
         )
         return f"auto: {chosen.preset}, {only}; {leaves}"
     if as_fast(others[0], chosen):
-        equal = f"estimates within {NEAR:.0%} and {NEAR_S * 1e3:.0f} ms count as equal"
-        return f"auto: {chosen.preset}, which changes least among the fastest that fit ({equal}); {leaves}"
+        return f"auto: {chosen.preset}, which changes least among the fastest that fit ({EQUAL}); {leaves}"
     less = 1 - chosen.seconds_per_example / others[0].seconds_per_example
     before = f"in an estimated {less:.0%} less time than {others[0].preset}"
     return f"auto: {chosen.preset}, the fastest that fits, {before}; {leaves}"

@@ -17,6 +17,7 @@ HOST_NOT_JUDGED = (
 )
 # Estimates within 2 %, or within the host's time for the loop around a step, count as equal
 NEAR, NEAR_S = 0.02, 1e-3
+EQUAL = f"estimates within {NEAR:.0%} and {NEAR_S * 1e3:.0f} ms count as equal"
 PLANNED, MEASURED = "plan/planned_", "plan/measured_"  # prefixes of the figures that a run logs
 VERDICTS = ("fits", "tight", "does not fit")
 

@@ -181,7 +181,9 @@ def test_each_preset_is_one_line_on_a_terminal(width: int, last: str) -> None:
     names = ["compact_host_checkpointing", "bf16"]
     plans = [replace(SAMPLE, preset=name, host_bytes=1000 * GiB, largest_micro_batch=10**6) for name in names]
     printed = io.StringIO()
-    Console(width=width, file=printed).print(table([*plans, replace(plans[0], preset="c", verdict="does not fit")], plans[0], width))
+    Console(width=width, file=printed).print(
+        table([*plans, replace(plans[0], preset="c", verdict="does not fit")], plans[0], width)
+    )
     lines = printed.getvalue().splitlines()
     assert [line.split()[0] for line in lines] == ["preset", *names, "c"]
     assert lines[0].split()[-1] == last
@@ -337,6 +339,20 @@ def test_the_picture_says_the_same_in_both_palettes() -> None:
     far = picture([replace(SAMPLE, budget_bytes=100 * GiB)])
     assert "mark" not in far.draw(LIGHT)["datasets"]
     assert "100.00 GiB" in far.title
+
+
+def test_a_slower_preset_before_a_faster_one_has_its_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = replace(SAMPLE, preset="compact", seconds_per_step=0.495)
+    monkeypatch.setattr(WORKER, "start", lambda: None)
+    monkeypatch.setattr(WORKER, "answers", lambda request, timeout_s: ((plan.preset, plan) for plan in (SAMPLE, later)))
+    out, _ = called(capsys, *CARD, "--presets", "bf16,compact")
+    assert out.index("bf16 ") < out.index("compact ")
+    assert lines_with(out, "2%", "1 ms", "changes less")
+    later = replace(later, seconds_per_step=0.51)
+    out, _ = called(capsys, *CARD, "--presets", "bf16,compact")
+    assert "changes less" not in out
 
 
 def test_assumptions_once_each_and_the_command_has_the_micro_batch() -> None:
