@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import NoReturn
 
-from lightning_solo.errors import PresetError
+from lightning_solo.errors import PresetError, nearest
 
 
 class Parser(argparse.ArgumentParser):
@@ -14,9 +15,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, description: str, takes: str) -> None:
         super().__init__(prog=f"lightning-solo {command}", allow_abbrev=False, description=description)
         self.takes = takes
+        self._negative_number_matcher = re.compile(r"-[\d.]")  # `--budget -4GiB` is a value, too, to be refused as such
 
     def error(self, message: str) -> NoReturn:
-        raise PresetError(f"{message}; {self.takes}")
+        unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()
+        is_option = message.startswith("unrecognized") and unknown[0].startswith("--")
+        question = nearest(unknown[0], self._option_string_actions) if is_option else "; "
+        raise PresetError(f"{message}{question}{self.takes}")
 
 
 def positive(option: str, text: str, example: int) -> int:

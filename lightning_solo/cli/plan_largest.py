@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,6 +55,12 @@ def setting_of(options: PlanOptions) -> Setting:
     cfg, _ = composed([*options.overrides, f"solo={first}"])
     value = OmegaConf.select(cfg, key)
     if value is None:
+        if re.fullmatch(r"-?[\d.]+", key):
+            raise PresetError(f"--largest {key}: must be a setting's name, not its value; write --largest model.width")
+        try:
+            composed([*options.overrides, f"+{key}=1", f"solo={first}"])
+        except PresetError as error:
+            raise PresetError(f"--largest {options.largest}: {str(error).removeprefix(f'{key}=1: ')}") from error
         raise PresetError(
             f"--largest {options.largest}: the configuration has no value of {key} to start from; write one:"
             f" {key}=64 --largest {key}, or +{key}=64 for an argument of your own class"

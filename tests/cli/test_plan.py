@@ -381,6 +381,8 @@ BAD = {
     "--budget=0": ["--budget='0':", "B, KiB, MiB, GiB, TiB", "16GiB"],
     "--budget=-1": ["--budget='-1':", "16GiB"],
     "--budget=16 gigs": ["--budget='16 gigs':", "16GiB"],
+    "--budget -4GiB": ["--budget='-4GiB':", "16GiB"],
+    "--devise rtx-4090": ["--devise", nearest("--device")],
     "--device=rtx-4091": ["device='rtx-4091':", nearest("rtx_4090"), "a100_80gb"],
     "--device=rtx-4090 --budget=64GiB": ["--budget 64GiB:", "NVIDIA GeForce RTX 4090", "23.52 GiB"],
     "--micro-batch=0": ["--micro-batch 0:", "at least 1"],
@@ -611,7 +613,9 @@ def test_largest_starts_from_the_value_of_the_configuration_or_of_the_command_li
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--largest model.size", ("model.size", "write one", "+model.size=64")),
+        ("--largest model.widht", ("--largest model.widht", nearest("width"))),
+        ("--largest 3.5", ("--largest 3.5", "--largest model.width")),
+        ("--largest +trainer.limit_val_batches", ("write one", "+trainer.limit_val_batches=64")),
         ("--largest model.dropout", ("model.dropout", "0.0", "whole numbers")),
         ("--largest model", ("--largest model", "whole numbers")),
         ("--largest run", ("--largest run", "--largest model.width")),
