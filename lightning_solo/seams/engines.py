@@ -180,7 +180,7 @@ class Peers:
             if cause is not None:
                 exception.args = (f"{cause}\n{exception}",)
         self._start(self._end_alone, exception)
-        self._start(self._count_failures, store)
+        self._start(self._count_failures, store, torch.distributed.get_world_size())
 
     def _killed(self) -> str | None:
         """Return which other process of this machine has ended without an error of its own, after a wait of a second.
@@ -205,11 +205,11 @@ class Peers:
             traceback.print_exception(exception)
             self._end("this process has failed, and ends, since it waits for others that haven't")
 
-    def _count_failures(self, store: Any) -> None:
+    def _count_failures(self, store: Any, processes: int) -> None:
         """Let the process clean up if the run ends or all have failed; another thread's wait holds the store's lock."""
         while not self._left.wait(GRACE_S / 10):
             with suppress(RuntimeError):
-                if store.add(f"{self._key}/count", 0) == torch.distributed.get_world_size():
+                if store.add(f"{self._key}/count", 0) == processes:
                     break
         self._cleans_up.set()
 
