@@ -235,7 +235,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _forget_in(reference: weakref.ref[Ledger]) -> Callable[[Any], None]:
-    """Return a function that records the free of a storage, and doesn't keep the ledger alive."""
+    """Return a function that records that a storage was freed. It doesn't keep the ledger alive."""
 
     def forget(entry: _Entry) -> None:
         ledger = reference()

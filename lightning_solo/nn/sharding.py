@@ -72,11 +72,14 @@ def shard(
 
 
 def _hook_views(block: nn.Module, args: Any, output: Any) -> None:
-    """Gather a block for backward too if its output is a view that is changed in place, of which FSDP2 only warns."""
+    """Gather a block's weights for backward where its output is a view.
+
+    FSDP2 hooks the view alone, and only warns that a change of it in place drops the hook.
+    """
+    gather = cast(Any, block)._get_fsdp_state()._pre_backward
     for tensor in tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad and hooked(tensor) is not tensor:
-            gather = cast(Any, block)._get_fsdp_state()._pre_backward
-            hooked(tensor).register_hook(gather)  # type: ignore[no-untyped-call]
+        if isinstance(tensor, Tensor) and tensor.requires_grad and (base := hooked(tensor)) is not tensor:
+            base.register_hook(gather)  # type: ignore[no-untyped-call]
 
 
 def _require_shardable(module: nn.Module) -> None:

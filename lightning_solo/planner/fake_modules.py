@@ -75,7 +75,7 @@ def fake_like(mode: FakeTensorMode, tensor: Tensor, constant: Tensor | None = No
 
 
 def with_new_numbers(tensor: Tensor) -> FakeTensor:
-    """Return a fake tensor in the current mode that keeps the numbers of a tensor whose memory no other tensor uses."""
+    """Return a fake tensor in the current mode that keeps a tensor's numbers. No other tensor may use its memory."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     with no_dispatch():
         constant = tensor.clone()

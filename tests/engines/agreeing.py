@@ -38,7 +38,7 @@ class Breaking(ByteGPT):
 
 
 class InfiniteGradient(ByteGPT):
-    """A byte GPT whose second loss is finite, with an infinite gradient of one number, in the last process's shard."""
+    """A byte GPT with an infinite gradient in its second step, of one number in the last process's shard."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -97,7 +97,7 @@ def guard(folder: Path) -> dict[str, Any]:
 
 
 def shards(folder: Path) -> Any:
-    """Return each process's steps and skipped windows where one alone has the shard of an infinite gradient."""
+    """Return each process's steps and skipped windows. One process alone has the infinite gradient in its shard."""
     steps = Steps()
     callback = {"finite_guard": {"policy": "skip_window"}, "compact_states": {}}
     preset = {"precision": "bf16-true", "strategy": ENGINES["fsdp"], "callback": callback}

@@ -143,7 +143,7 @@ def test_trace_states_stay_on_the_host_where_lightning_moves_others(
 
 
 def in_configure_model(home: ModuleType, make: Callable[[], nn.Module] = net, meta: bool = True) -> Any:
-    """Return a module that builds what ``make`` returns when it is fitted, once."""
+    """Return a module that calls ``make`` for its network in the first fit."""
     module = regression(home, nn.Identity())
 
     def configure_model() -> None:

@@ -386,7 +386,7 @@ class Turning(Block):
 
 
 class Masked(Net):
-    """Changes what its blocks return in place, as SASRec does."""
+    """Multiplies the outputs of its blocks in place, as SASRec does."""
 
     def __init__(self) -> None:
         super().__init__()
