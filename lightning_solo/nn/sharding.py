@@ -58,9 +58,6 @@ def shard(
     before = [(part, type(part), {**vars(part)}) for part in (*alone, module)]
     for block in alone:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    handles = [block.register_forward_hook(_hook_views) for block in alone]
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    ignored = warnings.filters[0]
     fully_shard(module, mesh=mesh)
     if find_unused_parameters:
         cast(FSDPModule, module).set_reduce_scatter_unused_params(True)  # and its parts
@@ -68,6 +65,9 @@ def shard(
     for name in forward_methods:
         register_fsdp_forward_method(module, name)
     require_sharded(module)
+    handles = [block.register_forward_hook(_hook_views) for block in alone]
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    ignored = warnings.filters[0]
     return partial(_restore, module, before, handles, ignored)
 
 
