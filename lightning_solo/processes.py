@@ -168,6 +168,7 @@ def start(
     *arguments: Any,
     output: IO[bytes] | None = None,
     inherited: Sequence[int] = (),
+    variables: Mapping[str, str] | None = None,
     killed_with_parent: bool = True,
 ) -> Child:
     """Start a fresh interpreter that calls a ``"module:function"`` with a connection to this process, and arguments.
@@ -179,6 +180,7 @@ def start(
         arguments: arguments of the function, which are pickled.
         output: the file that it prints to; by default a temporary one, for `Child.last_output`.
         inherited: numbers of open files that it inherits.
+        variables: of its environment, beside those of this process.
         killed_with_parent: False for a child that ends by itself when the connection does.
     """
     ours, theirs = Pipe()
@@ -194,6 +196,7 @@ def start(
             stdout=output or own,
             stderr=output or own,
             pass_fds=files,
+            env={**os.environ, **(variables or {})},
             start_new_session=True,
         )
     process.returncode = 0  # `Child.wait` waits for it

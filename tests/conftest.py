@@ -86,9 +86,13 @@ def home(request: pytest.FixtureRequest) -> ModuleType:
 
 @pytest.fixture
 def accelerator(request: pytest.FixtureRequest) -> str:
-    """Where a test's Trainer runs: on the simulated CUDA device a test marked `any_device` on that, else on the CPU."""
-    simulated = request.config.pluginmanager.has_plugin("tests.simcuda.plugin") and torch.cuda.is_available()
-    return "gpu" if simulated and request.node.get_closest_marker("any_device") else "cpu"
+    """Where a test's Trainer runs: a test marked `any_device` on CUDA if they are asked for, else on the CPU.
+
+    They are asked for there by the simulated device, or with a real one by ``-m any_device``.
+    """
+    config = request.config
+    asked = config.pluginmanager.has_plugin("tests.simcuda.plugin") or "any_device" in config.option.markexpr
+    return "gpu" if asked and torch.cuda.is_available() and request.node.get_closest_marker("any_device") else "cpu"
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Part c of `make gpu`: the tests marked `gpu`, each with how it ended and why it was skipped."""
+"""Part c of `make gpu`: the tests of CUDA code on the real device, each with how it ended and why it was skipped.
+
+They are the tests marked `gpu`, and those that CI runs on the simulated device (`any_device`, `simcuda`).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,23 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 from result import SMALL, Result
 
+MARKS = ("gpu", "any_device", "simcuda")
 SOME = ["tests/memory", "tests/optim/test_host_memory.py"]
 """What a small run looks at."""
+
+
+def files() -> list[str]:
+    """Return the files that have such tests; those of the simulated device itself are about it alone."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(Path("tests").rglob("test_*.py"))}
+    return [
+        str(path)
+        for path, text in texts.items()
+        if path.parts[1] != "simcuda" and any(f"mark.{mark}" in text for mark in MARKS)
+    ]
 
 
 def main() -> int:
@@ -22,17 +37,19 @@ def main() -> int:
         "-m",
         "pytest",
         "-m",
-        "gpu",
+        "gpu" if SMALL else " or ".join(MARKS),
         "-W",
         "default",
         "-p",
         "no:cacheprovider",
         f"--junitxml={report}",
+        "--timeout=120",
         "-q",
+        *(SOME if SMALL else files()),
     ]
     if through := os.environ.get("GPU_THROUGH"):
         command = [sys.executable, "-m", through, "-m", *command[2:]]
-    status = subprocess.run([*command, *(SOME if SMALL else [])], check=False).returncode
+    status = subprocess.run(command, check=False).returncode
     with result.attempt("tests"):
         passed = 0
         for case in ElementTree.parse(report).iter("testcase"):

@@ -27,8 +27,7 @@ def main() -> int:
         if done.returncode:
             raise RuntimeError(done.stderr.strip().splitlines()[-1])
         result.add("calibrate", **json.loads(done.stdout))
-    for preset in PRESETS:
-        trained(result, preset, [preset, *SIZE, "--plan"])
+    trained(result, {preset: [preset, *SIZE, "--plan"] for preset in PRESETS})
     return result.end()
 
 

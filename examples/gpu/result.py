@@ -7,6 +7,7 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ class Result:
         self.path = Path(os.environ.get("GPU_RESULTS") or here) / f"{part}.json"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.failed = False
+        self._writing = threading.Lock()
         self._content: dict[str, Any] = {
             "part": part,
             "command": " ".join(["python examples/gpu/run.py", *(["--small"] if SMALL else []), *through()]),
@@ -46,8 +48,9 @@ class Result:
     def add(self, what: str, **figures: Any) -> None:
         """Write a row, and print it."""
         row = {"what": what, **{name: short(value) for name, value in figures.items()}}
-        self._content["rows"].append(row)
-        self._write()
+        with self._writing:
+            self._content["rows"].append(row)
+            self._write()
         print("  ".join([f"{what:<40}", *(f"{name}={value}" for name, value in row.items() if name != "what")]))
 
     @contextmanager

@@ -31,10 +31,11 @@ RUNS = {
 def main() -> int:
     """Train in each way, the larger model in the last two."""
     result = Result("streaming")
-    for what, arguments in RUNS.items():
-        trained(result, what, [*arguments, "--model", "tiny" if SMALL else "1b", *CONTEXT])
-    for what in [] if SMALL else [*RUNS][-2:]:
-        trained(result, f"7 billion parameters, {what}", [*RUNS[what], "--model", "7b", *CONTEXT])
+    one = ["--model", "tiny" if SMALL else "1b", *CONTEXT]
+    trained(result, {what: [*arguments, *one] for what, arguments in RUNS.items()})
+    if not SMALL:
+        larger = {f"7 billion parameters, {what}": RUNS[what] for what in [*RUNS][-2:]}
+        trained(result, {what: [*arguments, "--model", "7b", *CONTEXT] for what, arguments in larger.items()})
     return result.end()
 
 

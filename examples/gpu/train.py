@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
+import fcntl
 import json
+import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,13 +24,18 @@ from torch.utils.data import DataLoader
 
 import lightning_solo as solo
 from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.units import parse_budget
 
+LLAMA = "llama-"
+"""Begins the names of `plan_fine_tuning.py`'s models: llama-8B."""
 MODELS = {  # width, depth, heads
     "tiny": (128, 2, 2),
     "124m": (768, 12, 12),
     "1b": (2048, 20, 16),
     "7b": (4096, 35, 32),
 }
+
+PLAN_LIMIT_S = 60
 
 
 class Clock(L.Callback):
@@ -47,6 +56,8 @@ class Clock(L.Callback):
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Start the clock with a device that has nothing to do."""
         torch.cuda.synchronize()
+        if not self.losses:
+            torch.cuda.reset_peak_memory_stats()  # what building the module on the device took isn't training
         if trainer.global_step == self._profiled and self._profiler is None:
             cuda = {torch.profiler.ProfilerActivity.CUDA} & torch.profiler.supported_activities()
             self._profiler = torch.profiler.profile(activities=cuda or {torch.profiler.ProfilerActivity.CPU})
@@ -80,7 +91,7 @@ def kernels(profiler: Any, taken: float) -> dict[str, float]:
 
 
 class Built(L.LightningModule):
-    """A byte GPT that is built on the device, where random numbers of billions of weights take no time."""
+    """A module that is built on the device, where random numbers of billions of weights take no time."""
 
     def __init__(self, make: Any, saved_in: Any = contextlib.nullcontext) -> None:
         super().__init__()
@@ -96,19 +107,39 @@ class Built(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the loss of the net."""
         with self.saved_in():
+            if not isinstance(self.net, ByteGPT):
+                return self.net.training_step(batch, batch_idx)
             logits = self.net(batch[:, :-1].long())
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten().long())
 
     def configure_optimizers(self) -> Any:
         """Return AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-4)
+
+
+@contextlib.contextmanager
+def device_alone() -> Iterator[None]:
+    """Wait until no other run trains on the device: processes import and plan beside one another, and train in turn.
+
+    A run that hangs there ends after a while, and prints where it is.
+    """
+    if not os.environ.get("GPU_LOCK"):
+        yield
+        return
+    with open(os.environ["GPU_LOCK"], "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        faulthandler.dump_traceback_later(float(os.environ["GPU_LIMIT_S"]), exit=True)
+        yield
+        faulthandler.cancel_dump_traceback_later()
 
 
 def main() -> int:
     """Plan if asked, train, print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("preset")
-    parser.add_argument("--model", choices=list(MODELS), default="1b")
+    parser.add_argument("--model", default="1b", help=f"{', '.join(MODELS)}, or {LLAMA}8B of plan_fine_tuning.py")
+    parser.add_argument("--fp32", action="store_true", help="a Llama's weights, instead of bf16")
+    parser.add_argument("--budget", help="memory of the device that may be taken, such as 24GiB")
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
@@ -122,15 +153,10 @@ def main() -> int:
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of a run."""
-    width, depth, heads = MODELS[given.model]
-    make = partial(ByteGPT, width=width, depth=depth, heads=heads, context=given.context)
-    tokens = torch.randint(256, (given.batch, given.context + 1), dtype=torch.uint8)
+    make, tokens = made(given)
     figures: dict[str, Any] = {}
     if given.plan:
-        # the module's own make() has another AdamW, whose states are as large
-        plan = solo.plan(make, tokens, preset=given.preset, overrides=given.overrides)
-        figures |= {"planned_bytes": plan.peak_bytes, "planned_host_bytes": plan.host_bytes}
-        figures |= {"planned_s": plan.seconds_per_step}
+        figures |= planned(given, make, tokens)
     L.seed_everything(1, verbose=False)
     clock = Clock(profiled=2)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -141,7 +167,12 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     saved_in = (
         partial(torch.autograd.graph.save_on_cpu, pin_memory=True) if given.save_on_cpu else contextlib.nullcontext
     )
-    trainer.fit(Built(make, saved_in), DataLoader(tokens, batch_size=given.batch))
+    with device_alone():
+        if given.budget:
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(parse_budget(given.budget) / total)
+        trainer.fit(Built(make, saved_in), DataLoader(tokens, batch_size=given.batch))
+        torch.cuda.empty_cache()
     timed = clock.seconds[1:]  # the first compiles
     taken = statistics.median(timed)
     accumulation = trainer.accumulate_grad_batches
@@ -158,6 +189,36 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         "first_loss": clock.losses[0],
         "last_loss": clock.losses[-1],
     }
+
+
+def planned(given: argparse.Namespace, make: Any, tokens: torch.Tensor) -> dict[str, Any]:
+    """Return the figures of the plan, or why there is none; the module's own AdamW has states as large as `Built`'s."""
+    try:
+        plan = solo.plan(
+            make, tokens, preset=given.preset, overrides=given.overrides, budget=given.budget, timeout_s=PLAN_LIMIT_S
+        )
+    except solo.SoloError as error:
+        return {"plan_failed": str(error)[:300]}
+    return {
+        "planned_bytes": plan.peak_bytes,
+        "planned_host_bytes": plan.host_bytes,
+        "planned_s": plan.seconds_per_step,
+        "planned_on": plan.device,
+    }
+
+
+def made(given: argparse.Namespace) -> tuple[Any, torch.Tensor]:
+    """Return what makes the module, and a batch of tokens."""
+    torch.manual_seed(0)
+    if given.model.startswith(LLAMA):
+        from plan_fine_tuning import SHAPES, LanguageModel
+
+        name = given.model.removeprefix(LLAMA)
+        make = partial(LanguageModel, name, torch.float32 if given.fp32 else torch.bfloat16)
+        return make, torch.randint(SHAPES[name][0], (given.batch, given.context))
+    width, depth, heads = MODELS[given.model]
+    make = partial(ByteGPT, width=width, depth=depth, heads=heads, context=given.context)
+    return make, torch.randint(256, (given.batch, given.context + 1), dtype=torch.uint8)
 
 
 if __name__ == "__main__":

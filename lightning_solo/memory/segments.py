@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ def _snapshot() -> list[Mapping[str, Any]]:
 
 def are_expandable() -> bool:
     """Return whether new segments can grow, by the environment variable or by `expandable_segments`."""
-    values = re.findall(r"expandable_segments\s*:\s*(\w+)", torch._C._accelerator_getAllocatorSettings())
+    values = re.findall(r"expandable_segments\s*:\s*(\w+)", _settings())
     return bool(values) and values[-1] == "True"
 
 
@@ -94,10 +95,25 @@ def expandable_segments() -> Iterator[None]:
         yield
         return
     # one option alone would reset others, such as max_split_size_mb
-    before = torch._C._accelerator_getAllocatorSettings()
-    options = [before] if before else []
-    torch._C._accelerator_setAllocatorSettings(",".join([*options, "expandable_segments:True"]))
+    options = [before] if (before := _settings()) else []
+    _set(",".join([*options, "expandable_segments:True"]))
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings(",".join([*options, "expandable_segments:False"]))
+        _set(",".join([*options, "expandable_segments:False"]))
+
+
+def _settings() -> str:
+    """Return the allocator's settings; those of the environment, or the last of `_set`, where torch can't tell them."""
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # since 2.12
+        return torch._C._accelerator_getAllocatorSettings()
+    return _last_set or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+
+
+def _set(settings: str) -> None:
+    global _last_set
+    torch._C._accelerator_setAllocatorSettings(settings)
+    _last_set = settings
+
+
+_last_set = ""

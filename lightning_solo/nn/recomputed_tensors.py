@@ -37,7 +37,8 @@ class RecomputedTensors:
         different: Callable[[], Exception],
     ) -> None:
         self._again, self._whole, self._different = again, whole, different
-        self._inputs: Any = _Inputs.apply(_ANCHOR, *tensors).grad_fn  # type: ignore[no-untyped-call]
+        # the result, since torch before 2.13 frees what its grad_fn has saved when nothing else refers to the result
+        self._inputs: Tensor = _Inputs.apply(_ANCHOR, *tensors)  # type: ignore[no-untyped-call]
         self._places: list[ref[_Place]] = []
         self._is_complete = False
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
@@ -89,7 +90,8 @@ class RecomputedTensors:
 
         try:
             with saved_tensors_hooks(pack, _unchanged), torch.enable_grad():
-                self._again(*self._inputs.saved_tensors[1:])
+                node: Any = self._inputs.grad_fn
+                self._again(*node.saved_tensors[1:])
         except _Filled:
             return
         if number != last:

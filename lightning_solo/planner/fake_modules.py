@@ -68,10 +68,11 @@ def fake_like(mode: FakeTensorMode, tensor: Tensor, constant: Tensor | None = No
     """
     with torch._C._DisableTorchDispatch():
         data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return FakeTensor(
-        mode, data, _CPU, constant, requires_grad=is_parameter and tensor.requires_grad, _is_param=is_parameter
-    )
+    fake = FakeTensor(mode, data, _CPU, constant)
+    if isinstance(tensor, nn.Parameter):  # torch 2.13 has arguments for these, which earlier ones refuse
+        fake.requires_grad = tensor.requires_grad
+        fake._is_param = True
+    return fake
 
 
 def with_new_numbers(tensor: Tensor) -> FakeTensor:

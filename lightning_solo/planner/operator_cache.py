@@ -126,12 +126,12 @@ class _Output(NamedTuple):
 
     Attributes:
         argument: position of the call's tensor that the value is, or is a view of; -1 for none.
-        layout: sizes, strides, offset and type; None for the argument itself and for a value that is no tensor.
+        layout: sizes, strides, offset, type and device; None for the argument itself and for a value that is no tensor.
         attributes: of the fake tensor; the value itself if it is no tensor.
     """
 
     argument: int
-    layout: tuple[Any, Any, Any, torch.dtype] | None = None
+    layout: tuple[Any, Any, Any, torch.dtype, torch.device] | None = None
     attributes: Any = None
 
 
@@ -165,7 +165,7 @@ def _output(result: FakeTensor, tensors: Sequence[Tensor], owners: set[int]) -> 
     """Return how to rebuild a new tensor; the ``tensors`` at positions ``owners`` share its storage."""
     if len(owners) > 1:
         return None
-    layout = (result.shape, result.stride(), result.storage_offset(), result.dtype)
+    layout = (result.shape, result.stride(), result.storage_offset(), result.dtype, result.fake_device)
     output = _Output(next(iter(owners), -1), layout, dict(vars(result)))
     rebuilt = _rebuilt(output, tensors)
     is_same = _metadata(rebuilt) == _metadata(result)
@@ -181,7 +181,7 @@ def _rebuilt(output: _Output, tensors: Sequence[Tensor]) -> Any:
     argument, layout, attributes = output
     if layout is None:
         return tensors[argument] if argument >= 0 else attributes
-    sizes, strides, offset, dtype = layout
+    sizes, strides, offset, dtype, device = layout
     with torch._C._DisableTorchDispatch():
         if argument < 0:
             data = torch.empty_strided(sizes, strides, dtype=dtype, device=_META)
@@ -190,9 +190,7 @@ def _rebuilt(output: _Output, tensors: Sequence[Tensor]) -> Any:
         else:
             data = torch.empty(0, dtype=dtype, device="meta").set_(owner.untyped_storage(), offset, sizes, strides)
     # as FakeTensor.__new__, which takes five times as long to set the same attributes
-    result = Tensor._make_subclass(
-        FakeTensor, data, False, dispatch_device=True, device_for_backend_keys=attributes["_fake_device"]
-    )
+    result = Tensor._make_subclass(FakeTensor, data, False, dispatch_device=True, device_for_backend_keys=device)
     torch._C._set_throw_on_mutable_data_ptr(result)
     vars(result).update(attributes)
     return result

@@ -22,6 +22,9 @@ from lightning_solo.units import MiB
 from tests.messages import mentions
 
 DEVICE = torch.device("cuda", 0)
+tells_settings = pytest.mark.skipif(
+    not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch before 2.12 can't tell its settings"
+)
 
 
 def segment(*blocks: tuple[int, str], kind: str = "large", expandable: bool = False, start: int = 7 * MiB) -> Any:
@@ -73,6 +76,7 @@ def test_the_switch_is_undone_and_keeps_other_options() -> None:
         torch._C._accelerator_setAllocatorSettings(before)
 
 
+@tells_settings
 @pytest.mark.parametrize(
     ("text", "expandable"),
     [

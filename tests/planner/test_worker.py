@@ -291,6 +291,17 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
 # --- started before there is a request ---
 
 
+def refuse_devices() -> None:
+    raise RuntimeError(f"devices={os.environ.get('CUDA_VISIBLE_DEVICES')!r}")
+
+
+def test_process_that_plans_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker.WORKER.close()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(PlanError, match=mentions("devices=''")):
+        asked(Does(refuse_devices), vectors())
+
+
 def test_process_that_is_started_early_answers_and_is_closed() -> None:
     before = children()
     worker = Worker()
