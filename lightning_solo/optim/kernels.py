@@ -79,7 +79,7 @@ class Piece:
     first_row: int = 0
     index: int = 0
 
-    @property
+    @cached_property
     def layout(self) -> tuple[tuple[str, torch.dtype], ...]:
         """Names and types of the tensors: pieces of one layout share a launch."""
         return tuple((name, self.tensors[name].dtype) for name in sorted(self.tensors))
@@ -102,6 +102,8 @@ class Piece:
 
     def split(self, count: int) -> list[Piece]:
         """Return the piece in parts of ``count`` blocks, as views of its tensors; the last part may be short."""
+        if self.numel <= count * BLOCK:
+            return [self]
         return [self.blocks(first, first + count) for first in range(0, blocks(self.numel), count)]
 
 

@@ -92,9 +92,13 @@ def launch_steps(pieces: Sequence[Piece], control: Control, device: torch.device
 
 def _numbers(pieces: Sequence[Piece]) -> Any:
     """Return the fp32 coefficients of steps for the kernels, of shape (pieces, 9)."""
-    numbers = np.array([_NUMBERS_OF(piece.scalars) for piece in pieces], np.float32)
+    numbers = np.empty((len(pieces), len(_NUMBERS) + 1), np.float32)
     after = _NUMBERS.index("correction2") + 1
-    return np.insert(numbers, after, 1 / numbers[:, after - 1], axis=1)
+    for row, piece in zip(numbers, pieces, strict=True):
+        given = _NUMBERS_OF(piece.scalars)
+        row[:after], row[after + 1 :] = given[:after], given[after:]
+    numbers[:, after] = 1 / numbers[:, after - 1]
+    return numbers
 
 
 def launch_sums(sums: Sequence[Sum], control: Control, device: torch.device) -> None:
