@@ -1023,6 +1023,47 @@ def kernels_table(result: dict[str, Any]) -> str:
     return table(heads, rows) + note(result, result["command"], explained)
 
 
+def gpu_runs_table(result: dict[str, Any]) -> str:
+    """Return the planned and measured peaks and steps of runs on a GPU."""
+    rows = []
+    for row in result["rows"]:
+        peaks, steps = ["", f"{row['peak_allocated_bytes'] / GiB:.2f} GiB", ""], ["", f"{row['micro_batch_s']:.3f} s", ""]
+        if "planned_s" in row:
+            peak, step = row["planned_bytes"], row["planned_s"]
+            peaks = [f"{peak / GiB:.2f} GiB", peaks[1], f"{peak / row['peak_allocated_bytes'] - 1:+.2%}"]
+            steps = [f"{step:.3f} s", steps[1], f"{step / row['micro_batch_s'] - 1:+.0%}"]
+        rows.append([row["what"], *peaks, *steps, f"{row['tokens_per_s']:,.0f}"])
+    heads = ["run", "planned", "peak", "off", "planned", "step", "off", "tokens/s"]
+    count, part = result["rows"][0]["parameters"] / 1e9, "d" if result["part"] == "presets" else "j"
+    explained = (
+        f"{result['machine']}: a byte GPT of {count:.2f} billion parameters, 4 sequences of 2,048 tokens; a step is the"
+        " median of 6, each begun with an idle device. Planned by this machine's calibration, without the GPU"
+        " (`python examples/gpu/replan.py`)."
+    )
+    return table(heads, rows) + note(result, f"make gpu PART={part}", explained)
+
+
+def fused_step_table(result: dict[str, Any]) -> str:
+    """Return the time of the compact step's kernel beside that of its bytes, and how it differs from operators."""
+    equal = {row["what"].removeprefix("equal, "): row for row in result["rows"] if row["what"].startswith("equal, ")}
+    rows = []
+    for row in result["rows"]:
+        if "ms" not in row:
+            continue
+        same = equal.get(row["what"])
+        differ = f"{same['numbers_unlike'] / same['of']:.2%}" if same else ""
+        floors = [f"{row['ms'] / row['floor_ms']:.2f} x", f"{row['launching_us']:.0f} us" if "launching_us" in row else ""]
+        rows.append([row["what"], f"{row['ms']:.3f} ms", f"{row['floor_ms']:.3f} ms", *floors, differ])
+    (bandwidth,) = (row["gb_per_s"] for row in result["rows"] if row["what"] == "copy on the device")
+    heads = ["step", "time", "its bytes alone", "ratio", "launch on the host", "numbers unlike torch's operators"]
+    explained = (
+        f"{result['machine']}: a step of 16.8 million parameters; a copy on the device reaches {bandwidth:,.0f} GB/s. The"
+        " host launches more slowly than so few bytes are moved, so the times of compact steps are those of launches."
+        " Unlike: numbers of weights and states that differ after three steps of the same gradients, by a rounding."
+    )
+    return table(heads, rows) + note(result, "make gpu PART=b", explained)
+
+
 def zero_host_table(result: dict[str, Any]) -> str:
     """Return the bytes that DeepSpeed's engine takes, beside those predicted."""
     rows = []
@@ -1160,6 +1201,9 @@ def prose(text: str) -> str:
 TABLES = {
     "ladder_cpu.json": ladder_table,
     "ladder_gpu.json": ladder_table,
+    "gpu/presets.json": gpu_runs_table,
+    "gpu/streaming.json": gpu_runs_table,
+    "gpu/fused_step.json": fused_step_table,
     "callbacks_cpu.json": callbacks_table,
     "presets_cpu.json": preset_overhead_table,
     "import_cpu.json": import_table,

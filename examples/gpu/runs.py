@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,6 @@ def trained(result: Result, runs: Mapping[str, Sequence[str]]) -> None:
                     print(done.stderr[-3000:])
                     words = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:] or ["it said nothing"]
                     raise RuntimeError(f"status {done.returncode}: {words[0]}")
-                result.add(what, **json.loads(lines[-1]))
+                result.add(what, arguments=shlex.join(runs[what]), **json.loads(lines[-1]))
 
         list(pool.map(one, runs))

@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -135,6 +135,12 @@ def device_alone() -> Iterator[None]:
 
 def main() -> int:
     """Plan if asked, train, print."""
+    print(json.dumps(run(parsed(sys.argv[1:]))))
+    return 0
+
+
+def parsed(words: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments of a run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("preset")
     parser.add_argument("--model", default="1b", help=f"{', '.join(MODELS)}, or {LLAMA}8B of plan_fine_tuning.py")
@@ -146,9 +152,7 @@ def main() -> int:
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--save-on-cpu", action="store_true", help="all saved tensors, by torch's own context")
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_intermixed_args()
-    print(json.dumps(run(given)))
-    return 0
+    return parser.parse_intermixed_args(words)
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
@@ -191,11 +195,19 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def planned(given: argparse.Namespace, make: Any, tokens: torch.Tensor) -> dict[str, Any]:
+def planned(
+    given: argparse.Namespace, make: Any, tokens: torch.Tensor, device: Any = None, timeout_s: float = PLAN_LIMIT_S
+) -> dict[str, Any]:
     """Return the figures of the plan, or why there is none; the module's own AdamW has states as large as `Built`'s."""
     try:
         plan = solo.plan(
-            make, tokens, preset=given.preset, overrides=given.overrides, budget=given.budget, timeout_s=PLAN_LIMIT_S
+            make,
+            tokens,
+            preset=given.preset,
+            overrides=given.overrides,
+            budget=given.budget,
+            device=device,
+            timeout_s=timeout_s,
         )
     except solo.SoloError as error:
         return {"plan_failed": str(error)[:300]}
