@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,9 @@ MODELS = {  # width, depth, heads
 }
 
 PLAN_LIMIT_S = 60
+COPIES = {"HtoD": "to_device", "DtoH": "to_host"}
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMalloc", "cudaFree",
+         "cudaHostAlloc", "cudaHostRegister", "cudaMemcpy")  # fmt: skip
 
 
 class Clock(L.Callback):
@@ -77,17 +80,33 @@ class Clock(L.Callback):
 
 
 def kernels(profiler: Any, taken: float) -> dict[str, float]:
-    """Return launches, and the share of a step in which no kernel runs."""
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
+    """Return launches, the idle share of a step, the busy seconds by kind of work, and the host's waits for CUDA."""
+    spans: dict[str, list[tuple[float, float]]] = {"compute": [], "to_device": [], "to_host": []}
+    waits = []
+    for event in profiler.events():
+        span = event.time_range.start, event.time_range.end
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kind = next((kind for name, kind in COPIES.items() if name in event.name), "compute")
+            spans[kind].append(span)
+        elif event.name in WAITS:
+            waits.append(span[1] - span[0])
+    every = [span for each in spans.values() for span in each]
+    return {
+        "launches": len(every),
+        "idle_share": 1 - busy_s(every) / taken,
+        **{f"{kind}_s": busy_s(each) for kind, each in spans.items()},
+        "waits": len(waits),
+        "waits_s": sum(waits) / 1e6,
+    }
+
+
+def busy_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the seconds that are in at least one of the spans, which are in microseconds."""
     at, busy = 0.0, 0.0
-    for start, end in spans:
+    for start, end in sorted(spans):
         busy += max(0.0, end - max(start, at))
         at = max(at, end)
-    return {"launches": len(spans), "idle_share": 1 - busy / 1e6 / taken}
+    return busy / 1e6
 
 
 class Built(L.LightningModule):
