@@ -256,6 +256,8 @@ def fp16_product(left: Tensor, right: Tensor, dtype: torch.dtype = torch.float32
 def _fp16_rows(factor: Tensor, bound: float) -> tuple[Tensor, Tensor]:
     largest = torch.linalg.vector_norm(factor, math.inf, dim=1, keepdim=True)
     scale = _power_of_two_from(largest.float() / bound)
+    if torch.compiler.is_compiling():  # dynamo takes no out= of a transposed factor, and the passes become one anyway
+        return (factor / scale).half(), scale
     return torch.div(factor, scale, out=torch.empty_like(factor, dtype=torch.float16)), scale
 
 

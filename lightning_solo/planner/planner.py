@@ -157,7 +157,7 @@ class Planner:
         if arranged.states is not None:
             window = max(arranged.accumulation, arranged.window)
             trace = _with_buffers(trace, *arranged.states.buffers(trace.sizes, arranged.precision, window))
-        if arranged.ranks is not None and arranged.processes > 1:
+        if arranged.ranks is not None:
             groups = self._groups(arranged.ranks.blocks)
             trace = of_rank(trace, arranged.ranks, arranged.processes, groups, cuda=self._cuda)
         return self._with_batches(trace, arranged, size)

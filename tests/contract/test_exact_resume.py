@@ -21,7 +21,9 @@ from tests.messages import mentions
 
 EXACT = built_in_cards()["exact_resume"]
 OTHERS = [card for card in ON_CPU if card is not EXACT]
-PAIRS = [(one, other) for one, other in combinations(OTHERS, 2)]
+PAIRS = [pair for pair in combinations(OTHERS, 2) if {card.group for card in pair} != {"strategy"}]
+DEEPSPEED = {"zero_offload": "ZeroOffloadStrategy", "zero3": "ZeroStageStrategy"}
+"""Engines that save no gradients of an open window."""
 QUICK = {"compact_states", "gradient_release", "micro_batching", "length_bucketing"}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
@@ -68,9 +70,10 @@ def check(folder: Path, cards: list[Card], accumulate: int, places: list[int]) -
         return weights_of(module), saves
 
     whole, saved = run("whole")
+    engine = next((DEEPSPEED[card.name] for card in cards if card.name in DEEPSPEED), None)
     for place in places:
-        if accumulate > 1 and place % 2 and any(card.name == "zero_offload" for card in cards):
-            with pytest.raises(CheckpointError, match=mentions("ZeroOffload", "every_n_train_steps")):
+        if accumulate > 1 and place % 2 and engine is not None:
+            with pytest.raises(CheckpointError, match=mentions(engine, "every_n_train_steps")):
                 run("rest", folder / "whole" / f"{place}.ckpt")
             continue
         rest, after = run("rest", folder / "whole" / f"{place}.ckpt")
@@ -91,4 +94,4 @@ def test_every_card(card: Card, accumulate: int, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=[f"{one.name}-{other.name}" for one, other in PAIRS])
 def test_every_pair(one: Card, other: Card, tmp_path: Path) -> None:
-    check(tmp_path, [one, other], 2, [3])
+    check(tmp_path, [one, other], 2, [3, 4] if {one.name, other.name} & {*DEEPSPEED} else [3])

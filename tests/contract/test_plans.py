@@ -17,7 +17,7 @@ from lightning_solo.planner.planner import Planner
 from lightning_solo.presets.compose import compose
 from lightning_solo.units import GiB
 from tests.conftest import long
-from tests.contract.runs import ON_CPU, WIDTH, fields, module_of, trainer_of
+from tests.contract.runs import ON_CPU, PRECISION, WIDTH, fields, module_of, trainer_of
 from tests.modules import Held, loader
 
 pytestmark = [
@@ -27,17 +27,21 @@ pytestmark = [
 ]
 
 
-def held(folder: Path, *cards: Card) -> int:
+def preset_of(card: Card) -> dict[str, Any]:
+    return fields(card, precision="32-true" if card.engine else PRECISION)  # zero3 is planned for weights in fp32
+
+
+def held(folder: Path, card: Card) -> int:
     watch = Held()
     batches: Any = DataLoader(list(loader(1, width=WIDTH)) * 6, batch_size=None)  # from before, counted nowhere
-    trainer_of(package, folder, fields(*cards), callbacks=[watch]).fit(module_of(package), batches)
+    trainer_of(package, folder, preset_of(card), callbacks=[watch]).fit(module_of(package), batches)
     return watch.peak_bytes
 
 
-def planned(*cards: Card) -> Any:
+def planned(card: Card) -> Any:
     (batch,) = loader(1, width=WIDTH)
     planner = Planner(lambda: module_of(package), batch, {}, device("cpu"), 16 * GiB)
-    return planner.plan("tried", compose(fields(*cards)))
+    return planner.plan("tried", compose(preset_of(card)))
 
 
 # an observer changes no byte of the device: all is planned as without it
@@ -56,6 +60,8 @@ def test_planned_bytes_are_those_of_a_real_fit(card: Card, tmp_path: Path) -> No
     plan, real = planned(card), held(tmp_path, card)
     if card.name == "layer_drop":  # planned with all blocks
         assert 0.8 * plan.peak_bytes < real <= plan.peak_bytes
+    elif card.engine in ("fsdp", "zero3"):  # what they gather and reduce is planned, not each moment of it
+        assert real < plan.peak_bytes < 1.03 * real
     elif plan.host_bytes:
         assert plan.peak_bytes == pytest.approx(real, rel=0.01)  # an engine's buffers are planned, not its temporaries
     elif card.name == "gradient_norm":  # what it logs waits on the device

@@ -195,14 +195,14 @@ class AccumulationSchedule(Technique, Settings):
         """Divide a window's gradients by the sum of its weights instead of the factor."""
         window = self._ctx.window
         if window.held and not math.isclose(window.held, window.factor):
-            gradients = list(gradients_of(optimizer))
-            for gradient in gradients:
-                gradient.mul_(window.factor / window.held)
-            if not gradients and not self._warned:
+            if window.gradients_stay:
+                for gradient in gradients_of(optimizer):
+                    gradient.mul_(window.factor / window.held)
+            elif not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"{OPTION}: a window of {window.held:g} batches was divided by {window.factor}. Its step is too"
-                    " small, since the optimizer stepped during backward and no gradients are left to correct",
+                    " small, since gradients are taken in backward and none are left to correct",
                     stacklevel=2,
                 )
         if self._first is not None and self._samples > self._first[1]:

@@ -268,6 +268,8 @@ class Distillation(Technique, Settings):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the copy's weights, and the projections."""
         self._start = state_dict.get(START)
+        if self._start is not None and self._teacher is not None:  # FSDP loads checkpoints after transform
+            self._teacher.module.load_state_dict(self._start)
         self._projections.load_state_dict(state_dict.get(PROJECTIONS, {}), self.features or ())
 
     def _forget(self) -> None:
@@ -287,7 +289,7 @@ class _Saved(Checkpoint):
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
-        if self._technique.teacher == START:
+        if self._technique.teacher == START and self._technique._teacher is None:
             self._technique._plain = copy.deepcopy(self._ctx.module)
         yield
 

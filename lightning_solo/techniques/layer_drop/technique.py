@@ -105,6 +105,8 @@ class LayerDrop(Technique, Settings):
                 f"the checkpoint's state of LayerDrop is {state_dict}; it holds exactly the integers {', '.join(STATE)}"
             )
         self._state = dict(state_dict)
+        if self._drop is not None:  # FSDP loads checkpoints after transform
+            self._drop.seed, self._drop.draws = self._state["seed"], self._state["draws"]
 
     def _undo(self, drop: SkippedBlocks) -> None:
         drop.restore()
