@@ -55,8 +55,8 @@ class Factorized(nn.Sequential):
 
     @property
     def rank(self) -> int:
-        """Columns of the first factor."""
-        return self.factors()[0].shape[1]
+        """Columns of the first factor, which may be sharded."""
+        return cast(nn.Linear, self[1]).in_features
 
 
 class LinearFactors(Factorized):
@@ -73,12 +73,12 @@ class LinearFactors(Factorized):
     @property
     def in_features(self) -> int:
         """Inputs."""
-        return self.factors()[1].shape[1]
+        return cast(nn.Linear, self[0]).in_features
 
     @property
     def out_features(self) -> int:
         """Outputs."""
-        return self.factors()[0].shape[0]
+        return cast(nn.Linear, self[1]).out_features
 
     def options(self) -> dict[str, Any]:
         sizes = {"inputs": self.in_features, "outputs": self.out_features, "rank": self.rank}

@@ -16,6 +16,7 @@ from lightning_solo.cards.catalogue import built_in_cards
 from lightning_solo.cards.phase import Phase
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.presets.compose import compose
+from tests.conftest import long
 from tests.contract.runs import ON_CPU, PRECISION, batches_of, fields, module_of, trainer_of, weighed, weights_of
 from tests.messages import mentions
 
@@ -24,6 +25,7 @@ OTHERS = [card for card in ON_CPU if card is not EXACT]
 PAIRS = [pair for pair in combinations(OTHERS, 2) if {card.group for card in pair} != {"strategy"}]
 DEEPSPEED = {"zero_offload": "ZeroOffloadStrategy", "zero3": "ZeroStageStrategy"}
 """Engines that save no gradients of an open window."""
+QUICK_PAIRS = {("distillation", "fsdp"), ("fsdp", "layer_drop")}  # FSDP loads states after the techniques' transform
 QUICK = {"compact_states", "gradient_release", "micro_batching", "length_bucketing"}
 pytestmark = [
     pytest.mark.filterwarnings("ignore:zero_offload runs on the CPU"),
@@ -91,7 +93,12 @@ def test_every_card(card: Card, accumulate: int, tmp_path: Path) -> None:
     check(tmp_path, [card], accumulate, [3, 6] if card.name in QUICK else [1, 2, 3, 5, 6, 7])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("one", "other"), PAIRS, ids=[f"{one.name}-{other.name}" for one, other in PAIRS])
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (pytest.param if (one.name, other.name) in QUICK_PAIRS else long)(one, other, id=f"{one.name}-{other.name}")
+        for one, other in PAIRS
+    ],
+)
 def test_every_pair(one: Card, other: Card, tmp_path: Path) -> None:
     check(tmp_path, [one, other], 2, [3, 4] if {one.name, other.name} & {*DEEPSPEED} else [3])

@@ -12,10 +12,11 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from lightning_solo.errors import RefusedStepError
+from lightning_solo.errors import ConflictError, RefusedStepError
 from lightning_solo.machine import HOST_SHARE, host_memory
 from lightning_solo.memory.reading import read
 from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.techniques.distillation.technique import Distillation
 from lightning_solo.techniques.layer_drop.technique import LayerDrop
 from tests.engines.processes import ENGINES, AtEnd, rank, trained
 
@@ -131,6 +132,17 @@ def draws(folder: Path) -> dict[str, list[Any]]:
         trained({"strategy": DDP[engine], "callback": {"layer_drop": {}}}, folder, module=module, callbacks=[seen])
         results[engine] = seen.each
     return results
+
+
+def projection(folder: Path) -> str:
+    """Return the refusal of a projection between features, which each process would train by itself."""
+    teacher = ByteGPT(width=16, depth=3, heads=2, context=16)
+    technique = Distillation.from_module(teacher, features={"blocks.0": "blocks.0"})
+    try:
+        trained({"strategy": ENGINES["ddp"]}, folder, module=Breaking(0.0, -1), callbacks=[technique])
+    except ConflictError as error:
+        return str(error)
+    return ""
 
 
 class Hoards(L.Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.engines.agreeing import guarded
 from tests.engines.processes import run
+from tests.messages import mentions
 
 LIMIT_S = 600
 TOLERANCE = 1e-5
@@ -46,6 +48,11 @@ def test_processes_with_different_seeds_skip_the_same_blocks(tmp_path: Path) -> 
         assert len(first) == 4
         assert all(len(skipped) == 1 for skipped in first), engine
         assert len({tuple(skipped) for skipped in first}) > 1, engine
+
+
+def test_a_projection_between_features_is_refused_since_nothing_averages_its_gradients(tmp_path: Path) -> None:
+    message = run("agreeing:projection", tmp_path, limit_s=LIMIT_S)
+    assert re.search(mentions("width 32", "2 processes", "devices=1", "one width"), message)
 
 
 def test_memory_is_written_once_as_the_largest_and_the_host_is_shared_out(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from lightning_solo.errors import ConflictError, NothingToDoError, PresetError
 from lightning_solo.nn.features import Features, distance, feature_of, layer_of, width_dim
 from lightning_solo.presets.compose import compose
 from lightning_solo.reference.byte_gpt import ByteGPT
+from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_solo.techniques.adapters.technique import Adapters
 from lightning_solo.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
@@ -27,6 +28,7 @@ from lightning_solo.techniques.gradient_release.technique import GradientRelease
 from lightning_solo.techniques.layer_freezing.technique import LayerFreezing
 from lightning_solo.techniques.micro_batching.technique import MicroBatching
 from lightning_solo.techniques.regional_compilation.technique import RegionalCompilation
+from lightning_solo.techniques.zero3.technique import ZeroStageStrategy
 from tests.conftest import long
 from tests.messages import mentions
 from tests.models import small_batch, small_model
@@ -392,6 +394,9 @@ def test_what_cannot_train_a_projection_is_refused_and_equal_widths_are_not(make
         technique = Distillation.from_module(student(24, seed=2), features=MIDDLE)
         with pytest.raises(ConflictError, match=mentions("width 16", "24", "one width", remedy)):
             fit(make_trainer, technique, other, module=student(), data=texts())
+    technique, engine = Distillation.from_module(student(24, seed=2), features=MIDDLE), for_home(ZeroStageStrategy)()
+    with pytest.raises(ConflictError, match=mentions("ZeroStageStrategy", "~strategy")):
+        fit(make_trainer, technique, module=student(), data=texts(), strategy=engine)
     watch = Watch()
     technique = Distillation.from_module(student(16, seed=2), features=MIDDLE)
     fit(make_trainer, technique, GradientRelease(), watch, module=student(), data=texts())

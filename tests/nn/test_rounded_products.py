@@ -205,6 +205,12 @@ def test_each_pass_of_rounding_for_sums_in_fp16_reads_and_writes_16_bits() -> No
     assert passes == pytest.approx(3 * (left.nbytes + right.nbytes) + 4 * 2 * 256 * 128, rel=0.1)
 
 
+def test_transposed_factors_of_sums_in_fp16_are_compiled_without_a_break() -> None:
+    left, right = normal(64, 32).t(), normal(64, 48, seed=1).t()
+    compiled = torch.compile(rounded.fp16_product, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(left, right), rounded.fp16_product(left, right))
+
+
 def test_the_switch_is_on_for_the_product_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     switches, seen = torch.backends.cuda.matmul, list[bool]()
 

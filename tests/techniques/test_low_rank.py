@@ -17,7 +17,7 @@ from lightning_solo.cards.factors import planned
 from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError
 from lightning_solo.nn.blocks import feed_forward_parts, repeated_blocks
-from lightning_solo.nn.factorized_layers import LinearFactors
+from lightning_solo.nn.factorized_layers import LinearFactors, built
 from lightning_solo.nn.factorizing import factorize_linear, factorized, factors_of, largest_rank, merge_factors
 from lightning_solo.presets.compose import compose
 from lightning_solo.techniques.low_rank.card import CARD
@@ -100,6 +100,18 @@ def test_a_factorized_module_computes_as_torchs_layers_with_its_products() -> No
     assert torch.allclose(layer[1].weight.grad, plain.weight.grad @ layer[0].weight.t(), atol=1e-7)
     assert torch.allclose(layer[0].weight.grad, layer[1].weight.t() @ plain.weight.grad, atol=1e-7)
     assert torch.equal(layer.weight, layer[1].weight @ layer[0].weight)  # for who reads it
+
+
+def test_the_form_is_known_while_an_engine_has_freed_the_weights() -> None:
+    for form in (
+        {"kind": "linear", "inputs": 5, "outputs": 7, "rank": 2, "bias": True},
+        {"kind": "embedding", "rows": 5, "width": 7, "rank": 2, "padding_idx": None},
+        {"kind": "head", "rows": 5, "width": 7, "rank": 2, "bias": False},
+    ):
+        layer = built(form)
+        for p in layer.parameters():
+            p.data = p.new_empty(0)
+        assert layer.options() == form
 
 
 def test_layers_that_factors_cannot_stand_for_stay() -> None:

@@ -536,8 +536,9 @@ def test_an_open_window_of_a_plain_run_is_dropped_with_a_warning(
     plain["callbacks"] += [Save(), *([GradientRelease()] if released else [])]
     make_trainer(home, **plain).fit(module(home), Resumable(list(loader())))
     trainer = make_trainer(home, strategy=strategy(home, **arguments), **kwargs())
-    with pytest.warns(UserWarning, match=mentions("gradients", "dropped", "preset")):
+    with pytest.warns(UserWarning, match=mentions("gradients", "dropped", "preset")) as caught:
         trainer.fit(module(home), Resumable(list(loader())), ckpt_path=tmp_path / "amid.ckpt", weights_only=True)
+    assert sum("a window of 2 batches was divided by 3" in str(each.message) for each in caught) == schedule
 
 
 # --- with our callbacks, and a user's hooks ---

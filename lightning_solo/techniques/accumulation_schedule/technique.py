@@ -195,10 +195,10 @@ class AccumulationSchedule(Technique, Settings):
         """Divide a window's gradients by the sum of its weights instead of the factor."""
         window = self._ctx.window
         if window.held and not math.isclose(window.held, window.factor):
-            if window.gradients_stay:
-                for gradient in gradients_of(optimizer):
-                    gradient.mul_(window.factor / window.held)
-            elif not self._warned:
+            gradients = list(gradients_of(optimizer)) if window.gradients_stay else []
+            for gradient in gradients:
+                gradient.mul_(window.factor / window.held)
+            if not gradients and not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"{OPTION}: a window of {window.held:g} batches was divided by {window.factor}. Its step is too"

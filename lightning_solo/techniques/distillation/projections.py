@@ -126,10 +126,12 @@ def require_one_optimizer(ctx: Run, why: str) -> Optimizer:
     """
     optimizer: Optimizer = ctx.strategy.optimizers[0]
     name = type(optimizer).__name__
-    if ctx.strategy.handles_gradient_accumulation:
-        other, remedy = type(ctx.strategy).__name__, "write Trainer(strategy='auto'), or ~strategy"
-    elif ctx.release is not None:
+    if ctx.release is not None:
         other, remedy = "gradient_release", "write ~callback.gradient_release"
+    elif ctx.strategy.handles_gradient_accumulation or not ctx.window.gradients_stay:
+        other, remedy = type(ctx.strategy).__name__, "write Trainer(strategy='auto'), or ~strategy"
+    elif ctx.trainer.world_size > 1:  # nothing averages its gradients
+        other, remedy = f"a run on {ctx.trainer.world_size} processes", "write devices=1"
     elif isinstance(optimizer, SplitOptimizer) or getattr(optimizer, "averages", False):
         other, remedy = name, "train by torch's AdamW, without what replaces it"
     else:
