@@ -522,6 +522,20 @@ def test_resumed_run_has_the_copy_of_the_first_start(make_trainer: Make, tmp_pat
     assert any(not torch.equal(a, b) for a, b in zip(whole.parameters(), half.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_weights_of_the_copy_that_are_loaded_after_transform_count(make_trainer: Make, streamed: bool) -> None:
+    class Loads(L.Callback):
+        """Loads the state where FSDP does."""
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            technique.load_state_dict({"start": gpt(seed=7).state_dict()})
+
+    technique, losses = Distillation("start", streamed=streamed), Losses()
+    fit(make_trainer, technique, Loads(), losses, module=gpt(), data=texts(1))
+    fit(make_trainer, Distillation.from_module(gpt(seed=7)), losses, module=gpt(), data=texts(1))
+    assert losses.parts[0][0] == losses.parts[1][0] > 1e-6
+
+
 def test_copy_is_in_a_checkpoint_that_is_saved_after_the_fit(make_trainer: Make, tmp_path: Path) -> None:
     first = gpt().state_dict()
     trainer = make_trainer(L, callbacks=[Distillation("start")])
