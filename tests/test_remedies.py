@@ -368,6 +368,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "techniques/adapters/checkpoints.py": 1,
         "techniques/adapters/technique.py": 5,
         "techniques/compact_states/technique.py": 1,
+        "techniques/distillation/projections.py": 1,
         "techniques/layer_freezing/card.py": 2,
         "techniques/layer_freezing/technique.py": 2,
         "techniques/micro_batching/gradient_caching.py": 4,

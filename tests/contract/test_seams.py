@@ -79,10 +79,13 @@ def train(home: ModuleType, folder: Path, phase: Phase, *cards: Card) -> Counter
             notes.append("steps")
 
     path = folder / "one.ckpt"
+    clipping: dict[str, Any] = {"gradient_clip_val": 0.5}
+    if {"fsdp", "gradient_release"} <= {card.name for card in cards}:  # shards step before the norm is known
+        clipping["gradient_clip_algorithm"] = "value"
     for ckpt_path in (None, path):
         batches = batches_of(*cards)
         preset = weighed(fields(*cards), batches)
-        trainer = trainer_of(home, folder, preset, callbacks=[probe, Count()], gradient_clip_val=0.5, max_epochs=1)
+        trainer = trainer_of(home, folder, preset, callbacks=[probe, Count()], max_epochs=1, **clipping)
         module = module_of(home)
         module.configure_model = lambda: None  # else Lightning doesn't come to `building`
         trainer.fit(module, batches, ckpt_path=ckpt_path, weights_only=ckpt_path and True)

@@ -131,7 +131,7 @@ def require_one_optimizer(ctx: Run, why: str) -> Optimizer:
     elif ctx.strategy.handles_gradient_accumulation or not ctx.window.gradients_stay:
         other, remedy = type(ctx.strategy).__name__, "write Trainer(strategy='auto'), or ~strategy"
     elif ctx.trainer.world_size > 1:  # nothing averages its gradients
-        other, remedy = f"a run on {ctx.trainer.world_size} processes", "write devices=1"
+        other, remedy = f"a run on {ctx.trainer.world_size} processes", "write Trainer(devices=1)"
     elif isinstance(optimizer, SplitOptimizer) or getattr(optimizer, "averages", False):
         other, remedy = name, "train by torch's AdamW, without what replaces it"
     else:
