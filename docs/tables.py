@@ -1027,7 +1027,10 @@ def gpu_runs_table(result: dict[str, Any]) -> str:
     """Return the planned and measured peaks and steps of runs on a GPU."""
     rows = []
     for row in result["rows"]:
-        peaks, steps = ["", f"{row['peak_allocated_bytes'] / GiB:.2f} GiB", ""], ["", f"{row['micro_batch_s']:.3f} s", ""]
+        peaks, steps = (
+            ["", f"{row['peak_allocated_bytes'] / GiB:.2f} GiB", ""],
+            ["", f"{row['micro_batch_s']:.3f} s", ""],
+        )
         if "planned_s" in row:
             peak, step = row["planned_bytes"], row["planned_s"]
             peaks = [f"{peak / GiB:.2f} GiB", peaks[1], f"{peak / row['peak_allocated_bytes'] - 1:+.2%}"]
@@ -1052,14 +1055,18 @@ def fused_step_table(result: dict[str, Any]) -> str:
             continue
         same = equal.get(row["what"])
         differ = f"{same['numbers_unlike'] / same['of']:.2%}" if same else ""
-        floors = [f"{row['ms'] / row['floor_ms']:.2f} x", f"{row['launching_us']:.0f} us" if "launching_us" in row else ""]
+        floors = [
+            f"{row['ms'] / row['floor_ms']:.2f} x",
+            f"{row['launching_us']:.0f} us" if "launching_us" in row else "",
+        ]
         rows.append([row["what"], f"{row['ms']:.3f} ms", f"{row['floor_ms']:.3f} ms", *floors, differ])
     (bandwidth,) = (row["gb_per_s"] for row in result["rows"] if row["what"] == "copy on the device")
     heads = ["step", "time", "its bytes alone", "ratio", "launch on the host", "numbers unlike torch's operators"]
     explained = (
-        f"{result['machine']}: a step of 16.8 million parameters; a copy on the device reaches {bandwidth:,.0f} GB/s. The"
-        " host launches more slowly than so few bytes are moved, so the times of compact steps are those of launches."
-        " Unlike: numbers of weights and states that differ after three steps of the same gradients, by a rounding."
+        f"{result['machine']}: a step of 16.8 million parameters; a copy on the device reaches {bandwidth:,.0f} GB/s."
+        " The host launches more slowly than so few bytes are moved, so the times of compact steps are those of"
+        " launches. Unlike: numbers of weights and states that differ after three steps of the same gradients, by a"
+        " rounding."
     )
     return table(heads, rows) + note(result, "make gpu PART=b", explained)
 
