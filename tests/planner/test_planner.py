@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,6 +37,7 @@ from tests.messages import lines_with, mentions
 from tests.modules import Held
 from tests.planner.modules import Classifier, dense, vectors
 
+ROOT = Path(__file__).parents[2]
 CPU, GPU = device("cpu"), device("rtx_4090")
 
 
@@ -420,3 +423,18 @@ def test_missing_batch_is_refused_with_a_remedy() -> None:
 def test_a_batch_without_tensors_is_refused() -> None:
     with pytest.raises(PresetError, match="no tensor"):
         planned(dense, {"x": 3})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["presets", "streaming"])
+def test_peaks_are_those_of_an_h200(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("examples", "examples/gpu"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    replan, train = (importlib.import_module(name) for name in ("replan", "train"))
+    rows = json.loads((ROOT / "examples" / "results" / "gpu" / f"{part}.json").read_text())["rows"]
+    compared = [row for row in rows if "planned_bytes" in row]
+    assert compared
+    for row in compared:
+        given = train.parsed(shlex.split(row["arguments"]))
+        figures = train.planned(given, *train.made(given), replan.calibrated_device(), 600)
+        assert figures["planned_bytes"] == pytest.approx(row["peak_allocated_bytes"], rel=0.01), row["what"]
