@@ -18,6 +18,8 @@ import pytest
 import pytorch_lightning
 import torch
 
+from tests.simcuda.build import UnavailableError
+
 hypothesis.settings.register_profile("solo", deadline=None, derandomize=bool(os.environ.get("CI")))
 hypothesis.settings.load_profile("solo")
 HOMES = (lightning.pytorch.__name__, pytorch_lightning.__name__)
@@ -37,13 +39,16 @@ WITHOUT_ENGINE = (
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to `make test-all` the other home of Lightning, but for the seams', and tests of DeepSpeed's engine.
 
-    What protects a change has them all the same: the seams of both homes, and the contract of `zero_offload`.
+    What protects a change has them all the same: the seams of both homes, and the contract of `zero_offload`. Tests of
+    the CPU alone are skipped where `any_device` means CUDA.
     """
-    root = Path(__file__).parents[1]
+    root, on_cuda = Path(__file__).parents[1], runs_on_cuda(config)
     for item in items:
+        for mark in item.iter_markers("cpu_only") if on_cuda else ():
+            item.add_marker(pytest.mark.skip(reason=f"of the CPU alone: {mark.args[0]}"))
         path = item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
         callspec = getattr(item, "callspec", None)
         other_home = callspec is not None and callspec.params.get("home") == HOMES[1]
@@ -59,6 +64,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         name = "row_of_faults"
         metafunc.fixturenames.append(name)
         metafunc.parametrize(name, [None], ids=[" ".join(f"row {number}" for number in marker.args)])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip a test that reads or steers the simulated CUDA device where there is a real one."""
+    try:
+        return (yield)
+    except UnavailableError as error:
+        pytest.skip(str(error))
 
 
 def pytest_collection_finish() -> None:
@@ -84,15 +98,16 @@ def home(request: pytest.FixtureRequest) -> ModuleType:
     return importlib.import_module(request.param)
 
 
+def runs_on_cuda(config: pytest.Config) -> bool:
+    """Return whether tests marked `any_device` run on CUDA: a simulated device, or a real one by ``-m any_device``."""
+    asked = config.pluginmanager.has_plugin("tests.simcuda.plugin") or "any_device" in config.option.markexpr
+    return asked and torch.cuda.is_available()
+
+
 @pytest.fixture
 def accelerator(request: pytest.FixtureRequest) -> str:
-    """Where a test's Trainer runs: a test marked `any_device` on CUDA if they are asked for, else on the CPU.
-
-    They are asked for there by the simulated device, or with a real one by ``-m any_device``.
-    """
-    config = request.config
-    asked = config.pluginmanager.has_plugin("tests.simcuda.plugin") or "any_device" in config.option.markexpr
-    return "gpu" if asked and torch.cuda.is_available() and request.node.get_closest_marker("any_device") else "cpu"
+    """Where a test's Trainer runs: a test marked `any_device` on CUDA if they are asked for there, else on the CPU."""
+    return "gpu" if runs_on_cuda(request.config) and request.node.get_closest_marker("any_device") else "cpu"
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from lightning_solo.memory.segments import (
 )
 from lightning_solo.units import MiB
 from tests.messages import mentions
+from tests.training import workspaces
 
 DEVICE = torch.device("cuda", 0)
 tells_settings = pytest.mark.skipif(
@@ -98,6 +99,7 @@ def test_settings_of_the_environment_are_read(text: str, expandable: bool) -> No
 @pytest.fixture
 def empty_device() -> Iterator[None]:
     gc.collect()
+    workspaces()  # that earlier tests left
     torch.cuda.empty_cache()
     if torch.cuda.memory_allocated():
         pytest.skip("an earlier test keeps memory on the device")

@@ -36,8 +36,8 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that can't run on the device."""
     for item in items:
-        for mark in item.iter_markers("cpu_only"):
-            item.add_marker(pytest.mark.skip(reason=f"of the CPU alone: {mark.args[0]}"))
+        for mark in item.iter_markers("not_simulated"):
+            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
         if _reason:
             item.add_marker(pytest.mark.skip(reason=_reason))
         for mark in item.iter_markers("gpu"):

@@ -31,11 +31,11 @@ from lightning_solo.techniques.activation_checkpointing.technique import Activat
 from lightning_solo.techniques.activation_offloading.technique import ActivationOffloading
 from lightning_solo.techniques.memory_logger.technique import MemoryLogger
 from lightning_solo.techniques.regional_compilation.technique import RegionalCompilation
-from lightning_solo.units import GiB
+from lightning_solo.units import GiB, MiB
 from tests.conftest import long
 from tests.messages import lines_with, mentions
 from tests.modules import Held, Stack, loader, regression
-from tests.training import equal
+from tests.training import equal, workspaces
 
 WIDTH = 32
 BLOCKS = 6
@@ -43,12 +43,13 @@ pytestmark = [pytest.mark.any_device, pytest.mark.filterwarnings("ignore:.*Memor
 
 
 class Peaks(lightning_pytorch.Callback):
-    """Counts each batch, on a CPU with a ledger of its own, and the blocks that are kept in it."""
+    """Counts each batch, on a CPU with a ledger of its own, the blocks kept in it, and workspaces after the last."""
 
     def __init__(self, technique: ActivationCheckpointing | None = None) -> None:
         self.technique = technique
         self.bytes: list[int] = []
         self.kept: list[int] = []
+        self.workspaces = 0
         self.on = ExitStack()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -62,6 +63,9 @@ class Peaks(lightning_pytorch.Callback):
         self.on.close()
         self.bytes.append(torch.cuda.max_memory_allocated() if self.on_cuda else self.ledger.peak_bytes)
         self.kept.append(len(self.technique.kept) if self.technique is not None else 0)
+
+    def on_train_end(self, *_: Any) -> None:
+        self.workspaces = workspaces() if self.on_cuda else 0
 
     def on_exception(self, *_: Any) -> None:
         self.on.close()
@@ -86,12 +90,22 @@ def fitted(
     return peaks, list(module.parameters())
 
 
+def with_workspaces_of(recomputed: Peaks, plain: Peaks) -> int:
+    """Return the peak of a plain fit, with the workspaces that a recomputation before it leaves on a GPU."""
+    return plain.largest - plain.workspaces + recomputed.workspaces
+
+
 def bounds(home: ModuleType, make_trainer: Any, **arguments: Any) -> tuple[int, int]:
     """Return the peaks with every block recomputed and with none."""
-    least = fitted(home, make_trainer, ActivationCheckpointing(), **arguments)[0].largest
-    most = fitted(home, make_trainer, **arguments)[0].largest
-    assert least < 0.8 * most
+    recomputed = fitted(home, make_trainer, ActivationCheckpointing(), **arguments)[0]
+    least, most = recomputed.largest, with_workspaces_of(recomputed, fitted(home, make_trainer, **arguments)[0])
+    assert least - recomputed.workspaces < 0.8 * (most - recomputed.workspaces)
     return least, most
+
+
+def with_workspaces(size: int, make_trainer: Any, **arguments: Any) -> int:
+    """Return a budget of a size beside the workspaces of products."""
+    return size + fitted(lightning_pytorch, make_trainer, ActivationCheckpointing(), **arguments)[0].workspaces
 
 
 # Acted
@@ -254,9 +268,10 @@ def test_fewer_compiled_blocks_are_kept_where_the_allocator_shows_more(make_trai
 
         return training_step
 
+    budget = with_workspaces(3 * MiB, make_trainer, accelerator="cuda")
     gc.collect()
     torch.cuda.reset_peak_memory_stats()  # of other tests, some of which keep memory
-    budget = 3 * 2**20 + torch.cuda.memory_allocated()
+    budget += torch.cuda.memory_allocated()
     with pytest.warns(UserWarning, match=mentions("budget=", "callback.activation_checkpointing.budget")):
         counts, _ = compiled_fit(
             make_trainer, budget, net=Stack(BLOCKS, WIDTH), step=larger_from_the_third, accelerator="cuda"
@@ -335,8 +350,8 @@ def test_two_optimizers_by_hand(home, make_trainer):
         torch.manual_seed(0)
         return fitted(home, make_trainer, technique, module=ByHand())
 
-    least, (plain, weights) = fit(ActivationCheckpointing())[0].largest, fit(None)
-    budget = (least + plain.largest) // 2
+    recomputed, (plain, weights) = fit(ActivationCheckpointing())[0], fit(None)
+    budget = (recomputed.largest + with_workspaces_of(recomputed, plain)) // 2
     peaks, trained = fit(ActivationCheckpointing(budget=budget))
     assert peaks.largest <= budget
     assert 0 < peaks.kept[-1] < 6
@@ -499,8 +514,9 @@ def test_a_step_that_takes_more_than_the_counted_one_is_warned_of(home, make_tra
         return step(batch, batch_idx) + 0 * extra.sum()
 
     module.training_step = larger_in_the_third
+    budget = with_workspaces(2 * MiB, make_trainer)
     with pytest.warns(UserWarning, match=mentions("budget=", "callback.activation_checkpointing.budget")):
-        fitted(home, make_trainer, ActivationCheckpointing(budget="2MiB"), module=module)
+        fitted(home, make_trainer, ActivationCheckpointing(budget=budget), module=module)
 
 
 @pytest.mark.filterwarnings("ignore:activation checkpointing saves nothing")

@@ -155,6 +155,12 @@ def in_configure_model(home: ModuleType, make: Callable[[], nn.Module] = net, me
     return module
 
 
+def in_constructor(home: ModuleType, device: torch.device, make: Callable[[], nn.Module] = net) -> Any:
+    """Return a module whose network ``make`` has built, on the device whose random numbers `configure_model` draws."""
+    with device:
+        return regression(home, make())
+
+
 def frozen_net() -> nn.Module:
     """Return a net whose second block is frozen once the whole is built."""
     made = net()
@@ -175,12 +181,12 @@ def net_and_spare() -> nn.Module:
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("master_bits", [24, long(32), long("16-stochastic")])
 def test_built_while_fitting_as_in_the_constructor(
-    home: ModuleType, make_trainer: Make, meta: bool, precision: str, master_bits: Any
+    home: ModuleType, make_trainer: Make, device: torch.device, meta: bool, precision: str, master_bits: Any
 ) -> None:
     for model in (net, frozen_net):
         ours, plain = (
             fit(make_trainer, CompactStates(master_bits), home=home, module=module, precision=precision)
-            for module in (in_configure_model(home, model, meta), regression(home, model()))
+            for module in (in_configure_model(home, model, meta), in_constructor(home, device, model))
         )
         if precision == "bf16-mixed" and model is frozen_net and master_bits != 32:  # frozen after it was rounded
             blocks = (trainer.lightning_module.net.blocks[1] for trainer in (ours, plain))
@@ -299,7 +305,7 @@ def break_setup(module: Any) -> None:
 @pytest.mark.usefixtures("narrow")
 @pytest.mark.parametrize("break_it", [break_configure_model, break_loading, break_setup])
 def test_built_and_failed_is_fp32_again(
-    home: ModuleType, make_trainer: Make, tmp_path: Path, break_it: Callable[[Any], None]
+    home: ModuleType, make_trainer: Make, device: torch.device, tmp_path: Path, break_it: Callable[[Any], None]
 ) -> None:
     path = None
     if break_it is break_loading:
@@ -310,7 +316,7 @@ def test_built_and_failed_is_fp32_again(
     break_it(module)
     with pytest.raises(KeyError, match="mine"):
         fit(make_trainer, CompactStates(32), home=home, module=module, path=path)
-    assert equal(module.net, net())
+    assert equal(module.net, in_constructor(home, device).net.cpu())
     assert torch.empty(1).dtype == torch.float32
     assert not torch_module._global_parameter_registration_hooks
     assert not torch_module._global_module_registration_hooks
@@ -319,13 +325,13 @@ def test_built_and_failed_is_fp32_again(
     module.configure_model = whole  # which finds that there is a net
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=1e-2)
     again = fit(make_trainer, CompactStates(32), home=home, module=module)
-    assert_same_run(again, fit(make_trainer, CompactStates(32), home=home))
+    assert_same_run(again, fit(make_trainer, CompactStates(32), home=home, module=in_constructor(home, device)))
 
 
 @pytest.mark.every_change
 @pytest.mark.usefixtures("narrow")
-def test_built_once_and_fitted_twice(home: ModuleType, make_trainer: Make) -> None:
+def test_built_once_and_fitted_twice(home: ModuleType, make_trainer: Make, device: torch.device) -> None:
     def twice(module: Any) -> Any:
         return [fit(make_trainer, CompactStates(), home=home, module=module) for _ in range(2)][1]
 
-    assert_same_run(twice(in_configure_model(home)), twice(regression(home, net())))
+    assert_same_run(twice(in_configure_model(home)), twice(in_constructor(home, device)))

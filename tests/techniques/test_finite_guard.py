@@ -27,7 +27,7 @@ from lightning_solo.techniques.finite_guard.technique import FiniteGuard
 from lightning_solo.techniques.safe_checkpoint.technique import SafeCheckpoint
 from tests.conftest import long
 from tests.messages import mentions
-from tests.modules import Block
+from tests.modules import Block, squares
 from tests.training import equal
 
 pytestmark = pytest.mark.any_device
@@ -96,7 +96,7 @@ def module_of(home: ModuleType, batch_norm: bool = True, scale: float = 1.0, **m
             self.net = Faulty(batch_norm)
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss: Tensor = nn.functional.mse_loss(self.net(batch[0]).float(), batch[1]) * scale
+            loss: Tensor = squares(self.net(batch[0]), batch[1]) * scale
             return loss
 
         def configure_optimizers(self) -> Any:
@@ -218,7 +218,7 @@ def logging(home: ModuleType, batch_norm: bool = True) -> Any:
     """Return a module that logs a mean, a sum, a maximum and a metric."""
 
     def training_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = nn.functional.mse_loss(self.net(batch[0]).float(), batch[1])
+        loss: Tensor = squares(self.net(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=4)
         self.log("sum", loss, on_epoch=True, on_step=False, reduce_fx="sum", batch_size=4)
         self.log("largest", loss, on_epoch=True, on_step=False, reduce_fx="max", batch_size=4)

@@ -194,7 +194,7 @@ def test_due_steps_are_counted_in_optimizer_steps(home: ModuleType, make_trainer
     assert list(logger.seen) == [0, 2, 5, 8]
 
 
-@pytest.mark.cpu_only("the simulated device has no sparse tensors")
+@pytest.mark.not_simulated("the simulated device has no sparse tensors")
 def test_sparse_gradients_are_measured(home: ModuleType, make_trainer: Make) -> None:
     class Looked(nn.Module):
         def __init__(self) -> None:
@@ -232,8 +232,8 @@ def test_blocks_with_scales_out_of_range_are_named_in_the_first_step(home: Modul
 
 def test_ranges_can_be_set_and_ordinary_scales_are_not_named(home: ModuleType, make_trainer: Make) -> None:
     fit(make_trainer, GradientNorm(), home=home)  # warnings are errors here
-    wide = GradientNorm(activation_range=[0, 1e30], gradient_range=[0.5, 0.6])
-    with pytest.warns(UserWarning, match=mentions("[0.5, 0.6]", "net.blocks.0", "net.head")):
+    wide = GradientNorm(activation_range=[0, 1e30], gradient_range=[100, 200])
+    with pytest.warns(UserWarning, match=mentions("[100.0, 200.0]", "net.blocks.0", "net.head")):
         fit(make_trainer, wide, home=home)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import lightning_solo as solo
 from lightning_solo.errors import ConflictError, GradientError, PresetError
 from lightning_solo.memory.ledger import Ledger
+from lightning_solo.optim.gpu_kernel import TritonKernels
 from lightning_solo.optim.operator_kernels import OperatorKernels
 from lightning_solo.techniques.accumulation_schedule.technique import AccumulationSchedule
 from lightning_solo.techniques.gradient_release.technique import GradientRelease
@@ -271,7 +272,8 @@ def test_memory_in_backward_is_one_gradient_not_all(make_trainer: Make, monkeypa
     """Four blocks of 2 x 256 weights, 40 biases and 16 of a norm, and a head of 9: 2,281 gradients, or a few."""
     import lightning.pytorch as home
 
-    monkeypatch.setattr(OperatorKernels, "grouped_below", 1)  # else small gradients wait for one another
+    for kernels in (OperatorKernels, TritonKernels):
+        monkeypatch.setattr(kernels, "grouped_below", 1)  # else small gradients wait for one another
 
     def gradients_at_peak(callbacks: list[Any]) -> int:
         peaks = []

@@ -519,7 +519,7 @@ def test_batch_norm_that_is_allowed_makes_no_difference(make_trainer: Make) -> N
     fitted(make_trainer, module, MicroBatching(4, batch_norm="ghost"), batch=8)
 
 
-@pytest.mark.cpu_only("the simulated device has no LSTM")
+@pytest.mark.not_simulated("the simulated device has no LSTM")
 def test_attention_and_recurrent_layers_that_drop_make_no_difference(make_trainer: Make) -> None:
     class Attending(nn.Module):
         def __init__(self) -> None:
@@ -528,7 +528,7 @@ def test_attention_and_recurrent_layers_that_drop_make_no_difference(make_traine
             self.recurrent = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.5)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = x[:, None] * torch.ones(1, 3, 1)
+            x = x[:, None] * torch.ones(1, 3, 1, device=x.device)
             x = x + self.attention(x, x, x, need_weights=False)[0]
             return self.head(self.recurrent(x)[0][:, -1])
 

@@ -63,16 +63,21 @@ def trained(module: Any) -> list[Tensor]:
     return [p.detach().clone() for p in module.parameters() if p.requires_grad]
 
 
+def rounded(weight: Tensor, form: str, device: torch.device) -> Tensor:
+    """Return a weight as a device rounds it: the CPU and a GPU divide with other last bits."""
+    return quantized(weight.detach(), form, device).dequantized().cpu()
+
+
 # bitsandbytes' own kernels don't run on the simulated device
 @pytest.mark.parametrize("format", ["nf4", pytest.param("int8", marks=pytest.mark.any_device)])
 def test_frozen_layers_alone_are_quantized_and_training_is_that_of_the_rounded_weights(
-    make_trainer: Make, format: str
+    make_trainer: Make, device: torch.device, format: str
 ) -> None:
     module, watch = module_of(), Watch()
     plain = copy.deepcopy(module)
     for block in plain.net.blocks:
         for layer in (block.up, block.down):
-            layer.weight.data = quantized(layer.weight, format).dequantized()
+            layer.weight.data = rounded(layer.weight, format, device)
     technique = QuantizedBase(format)
     before, batches = copy.deepcopy(module.state_dict()), loader(4, width=WIDTH)
     validated = {"num_sanity_val_steps": 1, "val_check_interval": 2, "max_epochs": 1}
@@ -201,16 +206,17 @@ class Tables(L.Callback):
     [("host", "int8", False), ("int8", "host", False), ("int8", "int8", True), ("host", "host", True)],
 )
 def test_embeddings_and_heads_in_8_bits_and_on_the_host_train_as_rounded_ones(
-    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, embeddings: str, head: str, tied: bool, chunks: bool
-) -> None:
+    make_trainer: Make, monkeypatch: pytest.MonkeyPatch, device: torch.device,
+    embeddings: str, head: str, tied: bool, chunks: bool,
+) -> None:  # fmt: skip
     monkeypatch.setattr(quantized_file, "_ROWS", 16)  # so that a head has three parts
     module, plain, tables = words(tied), words(tied), Tables()
     before = copy.deepcopy(module.net)
     for part, form in [(plain.net.embedding, embeddings), (plain.net.head, head)][tied:]:
-        part.weight.data = quantized(part.weight, form).dequantized()
+        part.weight.data = rounded(part.weight, form, device)
     for block in plain.net.blocks:
         for layer in (block.up, block.down):
-            layer.weight.data = quantized(layer.weight, "int8").dequantized()
+            layer.weight.data = rounded(layer.weight, "int8", device)
     technique = QuantizedBase("int8", embeddings=embeddings, head=head)
     chunked = [solo.ChunkedCrossEntropy(chunk_tokens=10)] if chunks else []  # listed first, it acts later
     fits = {"max_epochs": 2, "num_sanity_val_steps": 1}

@@ -89,8 +89,12 @@ def test_samples_per_second_are_logged_to_every_logger(
         assert [step for step, _ in ours] == [3, 7, 10]
         assert all(metrics["throughput/samples_per_s"] == 4 / 0.5 for _, metrics in ours)
         names = {"throughput/samples_per_s", "throughput/model_tflops_per_s", "throughput/step_s"}
-        names |= {"throughput/mfu"} if device.type == "cuda" else set()  # of a device that the table knows
-        assert all(set(metrics) == names for _, metrics in ours)
+        state = set[str]()
+        if device.type == "cuda":
+            names.add("throughput/mfu")  # of a device that the table knows
+            state = {f"throughput/{name}" for name in ("utilization", "throttled", "throttled_by_power")}
+            state.add("throughput/throttled_by_heat")  # where NVML answers
+        assert all(names <= set(metrics) <= names | state for _, metrics in ours)
     assert callback.figures["throughput/samples_per_s"] == 8.0
 
 
@@ -449,7 +453,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, module: Nvml) -> GpuState:
     return GpuState(torch.device("cuda:0"))
 
 
-@pytest.mark.cpu_only("the simulated device answers for torch.cuda.utilization")
+@pytest.mark.not_simulated("the simulated device answers for torch.cuda.utilization")
 @pytest.mark.parametrize(
     ("reasons", "throttled"),
     [
@@ -471,7 +475,7 @@ def test_utilisation_and_throttling_are_read_from_nvml(
     }
 
 
-@pytest.mark.cpu_only("the simulated device answers for torch.cuda.utilization")
+@pytest.mark.not_simulated("the simulated device answers for torch.cuda.utilization")
 @pytest.mark.parametrize("fails", ["init", "utilization", "reasons"])
 def test_gpu_that_cannot_tell_is_asked_once(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     module = Nvml(0, fails=fails)
@@ -492,7 +496,7 @@ def test_no_gpu_or_no_package_has_no_figures(monkeypatch: pytest.MonkeyPatch) ->
     assert module.calls == []
 
 
-@pytest.mark.cpu_only("the simulated device answers for torch.cuda.utilization")
+@pytest.mark.not_simulated("the simulated device answers for torch.cuda.utilization")
 def test_state_of_the_gpu_is_logged(home: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked(monkeypatch, Nvml(0x4))
     monkeypatch.setattr(technique, "GpuState", lambda device: GpuState(torch.device("cuda:0")))
