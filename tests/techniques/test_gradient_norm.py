@@ -245,6 +245,7 @@ def test_ranges_that_are_none_are_refused(values: list[float]) -> None:
 
 def test_compiled_blocks_are_compiled_once(make_trainer: Make) -> None:
     """A hook that is removed after the first step would have them compiled again."""
+    torch._dynamo.reset()  # what other tests compiled of the same code
     compiled = RegionalCompilation(backend="aot_eager")
     fit(make_trainer, GradientNorm(1), compiled)
     assert compiled.graphs == 2  # forward and backward
