@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -28,7 +28,7 @@ Sizes = Sequence[tuple[int, torch.dtype]]
 ALIGNMENT = 128
 """Bytes to which each tensor of a slab is aligned."""
 SLAB_BYTES = 2**30
-"""Bytes of a slab at most, so that parts of the memory can be freed."""
+"""Bytes of a slab at most, so that parts of the memory can be freed; one for larger tensors is as large as they are."""
 HUGE_PAGE = 2**21
 
 
@@ -42,6 +42,27 @@ def host_tensors(sizes: Sizes, device: torch.device) -> list[Tensor]:
     return [tensor for part in _slabs(sizes) for tensor in _slab(part, device)]
 
 
+def packed_tensors(groups: Sequence[Sizes], device: torch.device) -> list[tuple[Tensor, list[Tensor]]]:
+    """Return for each group its bytes in one piece of host memory, and its tensors, as `host_tensors` returns them.
+
+    The bytes are laid out as by `host_copy`. A plan counts the tensors only.
+    """
+    if is_planned():
+        return [(torch.empty(0, dtype=torch.uint8), host_tensors(sizes, device)) for sizes in groups]
+    stored = host_tensors([(_slab_bytes(sizes), torch.uint8) for sizes in groups], device)
+    return [(packed, _parts(packed, sizes)) for packed, sizes in zip(stored, groups, strict=True)]
+
+
+def _parts(packed: Tensor, sizes: Sizes) -> list[Tensor]:
+    """Return flat tensors at the places in a piece of host memory, each with a storage of its own."""
+    memory = packed.numpy()
+    offsets = [0, *accumulate(_aligned(count * kind.itemsize) for count, kind in sizes)]
+    return [
+        torch.frombuffer(memory, dtype=kind, count=count, offset=offset) if count else torch.zeros(0, dtype=kind)
+        for (count, kind), offset in zip(sizes, offsets, strict=False)
+    ]
+
+
 @torch.no_grad()
 def host_copy(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, list[Tensor]]:
     """Return copies of dense tensors in one piece of host memory: its bytes, and the copies.
@@ -51,15 +72,14 @@ def host_copy(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, 
     (stored,) = host_tensors([(packed_bytes(tensors), torch.uint8)], device)
     if is_planned():
         return stored, placed(stored, tensors)
-    memory, copies = stored.numpy(), []
-    for tensor, offset in zip(tensors, _offsets(tensors), strict=True):
-        flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-        copies.append(flat.as_strided(tensor.shape, tensor.stride()))
-        copies[-1].copy_(tensor)
+    parts = _parts(stored, [(tensor.numel(), tensor.dtype) for tensor in tensors])
+    copies = [flat.as_strided(tensor.shape, tensor.stride()) for flat, tensor in zip(parts, tensors, strict=True)]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor)
     return stored, copies
 
 
-def packed_bytes(tensors: Sequence[Tensor]) -> int:
+def packed_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors in one piece, as `host_copy` lays them out."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 

@@ -178,7 +178,8 @@ class CompactAdamW(SplitOptimizer):
                     counted.pop()
                     continue
                 if on_host and not self.kernels.reads_host(piece):
-                    self._steps.step_staged(piece, on_host, control, self.staging)
+                    packed = self._placement.packed_bytes(p, piece.tensors)
+                    self._steps.step_staged(piece, on_host, control, self.staging, packed)
                     counted.pop()
                 else:
                     groups.setdefault((p.device, piece.layout), []).append(piece)

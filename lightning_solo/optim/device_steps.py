@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -44,12 +43,25 @@ class DeviceSteps:
             self._controls[bound] = Control(self._one, self._flags, bound)
         return self._controls[bound]
 
-    def step_staged(self, whole: Piece, on_host: Collection[str], control: Control, staging: Staging) -> None:
-        """Step a parameter piece by piece; its tensors named in ``on_host`` pass through the device."""
-        for part in whole.split(self.kernels.piece // BLOCK):
+    def step_staged(
+        self, whole: Piece, on_host: Collection[str], control: Control, staging: Staging, packed: Tensor | None = None
+    ) -> None:
+        """Step a parameter piece by piece; its tensors named in ``on_host`` pass through the device.
+
+        Args:
+            whole: the parameter.
+            on_host: names of its states on the host, then of its gradient if that is there.
+            control: of the step.
+            staging: through which they pass.
+            packed: bytes of its states on the host, if they are in one piece of memory.
+        """
+        parts = whole.split(self.kernels.piece // BLOCK)
+        for part in parts:
             pieces = {name: part.tensors[name] for name in on_host}
-            with staging.on_device(pieces, unchanged=("grad",)) as staged:
-                self.kernels.step([replace(part, tensors={**part.tensors, **staged})], control)
+            at_once = packed if len(parts) == 1 else None
+            with staging.on_device(pieces, unchanged=("grad",), packed=at_once) as staged:
+                tensors = {**part.tensors, **staged}
+                self.kernels.step([Piece(tensors, part.scalars, part.first_row, part.index)], control)
 
     def pop_not_finite(self) -> int | None:
         """Return the number of a parameter that was stepped with a non-finite gradient, and clear the record.

@@ -35,6 +35,7 @@ class StatePlacement:
     def __init__(self, layout: Callable[[Tensor], Layout], budget: int | str | None) -> None:
         self.host: dict[Tensor, dict[str, Tensor]] = {}
         self.is_settled = budget != "auto"
+        self._packed: dict[Tensor, Tensor] = {}  # parameter -> bytes of these tensors, with the gaps between them
         self._layout, self._budget = layout, budget
         self._budget_left: int | None = None  # set when states are placed
         self._unplaced: list[Tensor] = []
@@ -42,7 +43,7 @@ class StatePlacement:
         self._staging: Staging | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_staging": None}
+        return {**vars(self), "_staging": None, "_packed": {}}  # tensors of a copy aren't in one piece of memory
 
     def add(self, p: Tensor) -> None:
         """Add a parameter; `place` then places its state."""
@@ -86,12 +87,13 @@ class StatePlacement:
         except BudgetError:
             self._unplaced = [*parameters, *self._unplaced]
             raise
-        tensors = iter(host_slabs.host_tensors(sizes, parameters[0].device) if sizes else ())
+        homes = host_slabs.packed_tensors([[*layout.values()] for layout in leaving.values()], parameters[0].device)
         if self._staging is not None:  # gradients on the host came first
             self._staging.serve(sum(map(bytes_of, leaving.values())))
+        for (p, layout), (packed, tensors) in zip(leaving.items(), homes, strict=True):
+            self.host[p] = dict(zip(layout, tensors, strict=True))
+            self._packed[p] = packed
         for p in parameters:
-            if p in leaving:
-                self.host[p] = {name: next(tensors) for name in leaving[p]}
             if p in states:
                 states[p] = self._moved(p, states[p])
 
@@ -114,7 +116,7 @@ class StatePlacement:
                 break
             if self._staging is not None:
                 self._staging.serve(-bytes_of(self._layout(p)))
-            del self.host[p]
+            del self.host[p], self._packed[p]
             states[p] = self._moved(p, states[p])
 
     def _moved(self, p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -129,6 +131,11 @@ class StatePlacement:
         """Return a parameter's host tensors, zeroed except the kept ones."""
         home = self.host.get(p, {})
         return {name: tensor if name in kept else tensor.zero_() for name, tensor in home.items()}
+
+    def packed_bytes(self, p: Tensor, state: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the bytes of a parameter's host tensors if its state still consists of them, otherwise None."""
+        is_home = all(state[name] is tensor for name, tensor in self.host.get(p, {}).items())
+        return self._packed.get(p) if is_home else None
 
     def staging(self, device: torch.device) -> Staging:
         """Return the staging buffers through which host tensors reach a device."""

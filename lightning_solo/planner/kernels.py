@@ -191,15 +191,16 @@ def planned_host_memory(tracer: Tracer) -> Iterator[None]:
         *,
         unread: bool = False,
         unchanged: Collection[str] = (),
+        packed: Tensor | None = None,
     ) -> Iterator[dict[str, Tensor]]:
-        tracer.stage(self, {name: piece.nbytes for name, piece in pieces.items()})
+        tracer.stage(self, host_slabs.packed_bytes(pieces.values()))
         tracer.copy(TO_DEVICE, 0 if unread else sum(piece.nbytes for piece in pieces.values()), SLOT)
         tracer.copy(AWAITED, 0, SLOT)
         yield dict(pieces)
         tracer.copy(TO_HOST, sum(piece.nbytes for name, piece in pieces.items() if name not in unchanged), SLOT)
 
     with ExitStack() as stack:
-        for name in ("host_tensors", "host_copy"):
+        for name in ("host_tensors", "host_copy"):  # `packed_tensors` calls the first
             stack.enter_context(replaced(host_slabs, name, on_host(getattr(host_slabs, name))))
         stack.enter_context(replaced(staging.Staging, "on_device", on_device))
         stack.enter_context(replaced(CompactAdamW, "_is_away", staticmethod(lambda gradient, _: gradient in hosted)))

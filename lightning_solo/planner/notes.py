@@ -7,7 +7,6 @@ each piece that passes through a buffer, which repeats. Marks of blocks are note
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,7 +64,6 @@ def resolved(trace: Trace) -> Trace:
     stagings: dict[str, _CountedStaging] = {}
     slots: list[int] = []  # of the buffers that pieces pass through
     marked: list[int] = []  # numbers of events before marks
-    pieces: dict[str, int] = {}
     moved: list[int] = []  # numbers of events before each of the trace's
     for storage, change in trace.log.events:
         moved.append(len(events))
@@ -79,11 +77,8 @@ def resolved(trace: Trace) -> Trace:
             if kind == SERVED:
                 staging.serve(change - staging.served)
                 continue
-            pieces[words[2]] = change
-            if words[1] == "0":  # the last
-                staging.label = words[3]
-                slots.append(staging.next_slot(pieces)[0])
-                pieces = {}
+            staging.label = words[1]
+            slots.append(staging.next_slot(change)[0])
     moved.append(len(events))
     costs: list[Cost] = []
     marks: list[Mark] = []
@@ -133,7 +128,7 @@ class _CountedStaging(Staging):
         self._events.append(buffer)
         return buffer
 
-    def _free(self, slot: Any, names: Iterable[str]) -> None:
-        for name in names:
-            if (buffer := slot.buffers.pop(name, None)) is not None:
-                self._events.append((buffer.number, -buffer.bytes))
+    def _free(self, slot: Any) -> None:
+        if slot.buffer is not None:
+            self._events.append((slot.buffer.number, -slot.buffer.bytes))
+        slot.buffer = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -131,16 +131,14 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         number = self.log.born(label(*words))
         self.log.events += [(number, size), (number, -size)]
 
-    def stage(self, staging: Staging, pieces: Mapping[str, int]) -> None:
-        """Record that pieces of a number of bytes pass through staging buffers."""
+    def stage(self, staging: Staging, size: int) -> None:
+        """Record that a number of bytes pass through a staging buffer."""
         served = self._served.setdefault(staging, 0)
         number = [*self._served].index(staging)
         if staging.served != served:
             self.note(SERVED, number, size=staging.served)
         self._served[staging] = staging.served
-        category = self._label()
-        for left, (name, size) in zip(reversed(range(len(pieces))), pieces.items(), strict=True):
-            self.note(STAGED, number, left, name, category, size=size)
+        self.note(STAGED, number, self._label(), size=size)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -275,6 +275,39 @@ def test_a_slab_is_as_large_as_its_tensors():
     assert _mapped() - before <= 2 * 4096
 
 
+def test_packed_tensors_are_parts_of_one_piece_of_memory_with_storages_of_their_own():
+    groups = [[(1, torch.int8), (130, torch.float32), (0, torch.uint8)], [(5, torch.float32)]]
+    (packed, (a, b, none)), (other, (c,)) = host_slabs.packed_tensors(groups, CPU)
+    assert [packed.nbytes, other.nbytes] == [128 + 640, 128]
+    for tensor, size in zip((a, b, none, c), [size for group in groups for size in group], strict=True):
+        assert (tensor.numel(), tensor.dtype) == size
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes  # saved without the others
+    b.copy_(torch.arange(130))
+    assert torch.equal(host_slabs.placed(packed, [a, b, none])[1], b)
+    assert not other.any()
+    assert not c.any()
+
+
+def test_tensors_of_one_group_share_a_slab(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_slabs, "SLAB_BYTES", 1024)
+    before = _mapped()
+    made = host_slabs.packed_tensors([[(2**20, torch.uint8)] * 2] * 2, CPU)
+    del made[0]
+    assert _mapped() - before <= 2 * 2**20 * 1.03 + 2 * 4096
+    assert not made[0][0].any()
+
+
+def test_tensor_that_replaced_one_on_the_host_is_stepped():
+    ours, plain = net(), net()
+    optimizers = optimizer_of(ours, (24, 8), budget=0), optimizer_of(plain, (24, 8))
+    for module, optimizer in zip((ours, plain), optimizers, strict=True):
+        train(module, optimizer, 2)
+        weight = module[0].weight
+        optimizer.set_correction(weight, torch.full_like(optimizer.state[weight]["correction"], 5))
+        train(module, optimizer, 2)
+    assert equal(contents(optimizers[0]), contents(optimizers[1]))
+
+
 def _mapped() -> int:
     """Return the bytes of address space of this process."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * 4096

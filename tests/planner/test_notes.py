@@ -12,7 +12,7 @@ from lightning_solo.planner.timeline import AWAITED, TO_DEVICE, TO_HOST
 from lightning_solo.planner.tracer import Cost, Tracer, buffer_of, ring_buffer
 from lightning_solo.units import MiB
 
-PIECES = [{"exp_avg": MiB}, {"exp_avg": 2 * MiB, "grad": MiB}, {"exp_avg": MiB}, {"grad": MiB}, {"exp_avg": 2 * MiB}]
+SIZES = [MiB, 3 * MiB, MiB, MiB, 2 * MiB]
 
 
 def staged(served: int) -> Trace:
@@ -20,25 +20,25 @@ def staged(served: int) -> Trace:
     tracer.start([])
     staging = Staging(torch.device("cpu"))
     staging.serve(served)
-    for pieces in PIECES:
-        tracer.stage(staging, pieces)
+    for size in SIZES:
+        tracer.stage(staging, size)
         for stream in (TO_DEVICE, AWAITED, TO_HOST):
-            tracer.copy(stream, sum(pieces.values()), SLOT)
+            tracer.copy(stream, size, SLOT)
     return Trace(tracer.log, tracer.phases, tracer.costs, [len(tracer.costs)])
 
 
 def test_pieces_take_turns_in_three_buffers() -> None:
     trace = resolved(staged(0))
     assert [cost.slot for cost in trace.costs] == [n for n in (0, 1, 2, 0, 1) for _ in range(3)]
-    # three slots of 1, 2 + 1 and 1 MiB; then a gradient of 1 MiB in the first
-    assert [size for _, size in trace.log.events] == [MiB, 2 * MiB, MiB, MiB, MiB]
+    # three slots of 1, 3 and 1 MiB; the last two pieces find room in the first two
+    assert [size for _, size in trace.log.events] == [MiB, 3 * MiB, MiB]
     assert {trace.log.labels[storage] for storage, _ in trace.log.events} == {"activations"}  # as grad mode is on
 
 
 def test_buffers_take_a_sixteenth_of_the_bytes_that_pass_through_them() -> None:
     trace = resolved(staged(16 * 15 * MiB))  # at first 15 of 1 MiB, then 5 of 3 MiB
     assert [cost.slot for cost in trace.costs[::3]] == [0, 1, 2, 3, 4]
-    assert trace.log.peak()[0] == sum(sum(pieces.values()) for pieces in PIECES)
+    assert trace.log.peak()[0] == sum(SIZES)
 
 
 def test_buffers_that_are_too_small_are_freed_first() -> None:
@@ -46,7 +46,7 @@ def test_buffers_that_are_too_small_are_freed_first() -> None:
     tracer.start([])
     staging = Staging(torch.device("cpu"))
     for size in (1, 1, 1, 2):
-        tracer.stage(staging, {"grad": size * MiB})
+        tracer.stage(staging, size * MiB)
         tracer.copy(TO_DEVICE, size, SLOT)
     trace = resolved(Trace(tracer.log, tracer.phases, tracer.costs, [4]))
     assert [size // MiB for _, size in trace.log.events] == [1, 1, 1, -1, 2]

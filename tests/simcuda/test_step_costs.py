@@ -125,7 +125,13 @@ def test_plain_step_takes_two_launches_and_one_wait() -> None:
 # --- bytes ---
 
 
-def test_states_on_the_host_pass_once_each_way() -> None:
+@pytest.mark.parametrize(
+    ("piece", "copies"),
+    [(12_288, LARGE), (4096, LARGE * 3 * 5)],
+    ids=["all tensors of a state at once", "each tensor of three pieces"],
+)
+def test_states_on_the_host_pass_once_each_way(piece: int, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonKernels, "piece", piece)
     module, optimizer, _, _ = trained(1, budget=0)
     release = StepInBackward(optimizer)
     states = sum(bytes_of(state_layout(p, 24, 8)) for p in module.parameters() if p.numel() >= 4096)
@@ -139,6 +145,7 @@ def test_states_on_the_host_pass_once_each_way() -> None:
     assert 0 < table < 2000
     assert counts.copied_bytes("down") == states + 1  # and whether all was finite
     assert counts.copied_bytes("up", pinned=False) == 0
+    assert counts.copies("up") == counts.copies("down") == copies + 1
     assert counts.synchronisations == 1
 
 
@@ -157,7 +164,7 @@ def test_number_of_buffers_follows_the_bytes_on_the_host(monkeypatch: pytest.Mon
     monkeypatch.setattr(staging, "SERVED_PART", 4)
     _, optimizer, _, _ = trained(2, budget=0)
     slots = optimizer.staging._slots
-    of_one = max(sum(buffer.nbytes for buffer in slot.buffers.values()) for slot in slots)
+    of_one = max(slot.buffer.nbytes for slot in slots)
     assert len(slots) == optimizer.host_bytes // 4 // of_one > staging.SLOTS["cuda"]
     monkeypatch.setattr(staging, "STAGING_BYTES", 1)
     with optimizer.staging.on_device({"exp_avg": next(iter(optimizer.host_states.values()))["exp_avg"][:1024]}):
