@@ -103,7 +103,7 @@ device_of = $(shell $(1) -c "import torch; print('gpu' if torch.cuda.is_availabl
 # lines. Fails, rather than skips, where there is no CUDA device. Takes $(VENV) if it is there, else the environment at
 # hand: it needs no network.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
-PART ?= abcdefghi
+PART ?= abcdefghij
 RESULTS ?= examples/results/gpu
 gpu:
 	PYTHONPATH=. $(GPU_PYTHON) -c "import torch, sys; sys.exit(0 if torch.cuda.is_available() else 'make gpu: no CUDA device')"

@@ -1027,27 +1027,25 @@ def gpu_runs_table(result: dict[str, Any]) -> str:
     """Return the planned and measured peaks and steps of runs on a GPU."""
     rows = []
     for row in result["rows"]:
-        peaks, steps = (
-            ["", f"{row['peak_allocated_bytes'] / GiB:.2f} GiB", ""],
-            ["", f"{row['micro_batch_s']:.3f} s", ""],
-        )
+        peaks = ["", f"{row['peak_allocated_bytes'] / GiB:.2f} GiB", ""]
+        steps = ["", f"{row['micro_batch_s']:.3f} s", ""]
         if "planned_s" in row:
             peak, step = row["planned_bytes"], row["planned_s"]
-            peaks = [f"{peak / GiB:.2f} GiB", peaks[1], f"{peak / row['peak_allocated_bytes'] - 1:+.2%}"]
-            steps = [f"{step:.3f} s", steps[1], f"{step / row['micro_batch_s'] - 1:+.0%}"]
+            peaks[::2] = f"{peak / GiB:.2f} GiB", f"{peak / row['peak_allocated_bytes'] - 1:+.2%}"
+            steps[::2] = f"{step:.3f} s", f"{step / row['micro_batch_s'] - 1:+.0%}"
         rows.append([row["what"], *peaks, *steps, f"{row['tokens_per_s']:,.0f}"])
-    heads = ["run", "planned", "peak", "off", "planned", "step", "off", "tokens/s"]
+    heads = ["run", "planned peak", "peak", "off", "planned step", "step", "off", "tokens/s"]
     count, part = result["rows"][0]["parameters"] / 1e9, "d" if result["part"] == "presets" else "j"
     explained = (
         f"{result['machine']}: a byte GPT of {count:.2f} billion parameters, 4 sequences of 2,048 tokens; a step is the"
-        " median of 6, each begun with an idle device. Planned by this machine's calibration, without the GPU"
+        " median of 6, each begun with an idle device. Planned from a calibration of this machine, without the GPU"
         " (`python examples/gpu/replan.py`)."
     )
     return table(heads, rows) + note(result, f"make gpu PART={part}", explained)
 
 
 def fused_step_table(result: dict[str, Any]) -> str:
-    """Return the time of the compact step's kernel beside that of its bytes, and how it differs from operators."""
+    """Return the time of the compact step's kernel beside that of its bytes, and its differences from operators."""
     equal = {row["what"].removeprefix("equal, "): row for row in result["rows"] if row["what"].startswith("equal, ")}
     rows = []
     for row in result["rows"]:
@@ -1061,12 +1059,12 @@ def fused_step_table(result: dict[str, Any]) -> str:
         ]
         rows.append([row["what"], f"{row['ms']:.3f} ms", f"{row['floor_ms']:.3f} ms", *floors, differ])
     (bandwidth,) = (row["gb_per_s"] for row in result["rows"] if row["what"] == "copy on the device")
-    heads = ["step", "time", "its bytes alone", "ratio", "launch on the host", "numbers unlike torch's operators"]
+    heads = ["step", "time", "its bytes alone", "ratio", "launch on the host", "unlike torch's operators"]
     explained = (
         f"{result['machine']}: a step of 16.8 million parameters; a copy on the device reaches {bandwidth:,.0f} GB/s."
-        " The host launches more slowly than so few bytes are moved, so the times of compact steps are those of"
-        " launches. Unlike: numbers of weights and states that differ after three steps of the same gradients, by a"
-        " rounding."
+        " Moving so few bytes takes less time than launching the step, so the times of compact steps are mostly those"
+        " of launches. Last column: how many numbers of weights and states differ, by a rounding, after three steps"
+        " with the same gradients, as a share of the number of parameters."
     )
     return table(heads, rows) + note(result, "make gpu PART=b", explained)
 
