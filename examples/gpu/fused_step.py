@@ -67,7 +67,10 @@ def optimizer_of(arguments: dict[str, Any], weights: torch.Tensor, fused: bool |
 
 
 def difference(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the sizes at which a few fused steps end elsewhere than torch's operators do, and how far at most."""
+    """Return how many numbers differ between fused steps and torch's operators, for how many parameters, and how far.
+
+    ``off_0`` is the largest difference of weights, ``off_1`` and so on those of the states in the order of their names.
+    """
     off: dict[str, float] = {}
     unlike = 0
     for elements in EQUAL:

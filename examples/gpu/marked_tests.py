@@ -19,7 +19,7 @@ SOME = ["tests/memory", "tests/optim/test_host_memory.py"]
 
 
 def files() -> list[str]:
-    """Return the files that have such tests; those of the simulated device itself are about it alone."""
+    """Return the files that have such tests, but for those in `tests/simcuda`, which test the simulated device."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(Path("tests").rglob("test_*.py"))}
     return [
         str(path)

@@ -1,4 +1,4 @@
-"""Part d of `make gpu`: a model of 1 billion parameters under each preset, each in a process of its own.
+"""Part d of `make gpu`: a model of 1 billion parameters under most presets, each in a process of its own.
 
 Then Llamas of the shapes of `plan_fine_tuning.py`, whose vocabulary is large: one of 1 billion parameters under
 presets for language models, and one of 8 billion within 24 GiB.
@@ -11,7 +11,7 @@ import sys
 from result import SMALL, Result
 from runs import trained
 
-ALL = (
+PRESETS = (
     "compact", "bf16", "checkpointing", "compact_checkpointing", "compact_host", "baseline", "bf16_true",
     "checkpointing_selective", "compile", "gradient_release", "split_weights", "host_states", "offloading",
     "compact_states", "micro_batching", "stream", "stream_checkpointing", "compact_host_checkpointing", "accumulation",
@@ -45,9 +45,9 @@ LLAMAS = {
 
 
 def main() -> int:
-    """Train under each preset, those that matter most first."""
+    """Train under the presets, those that matter most first."""
     result = Result("presets")
-    trained(result, {preset: [preset, *SIZE, "--plan"] for preset in (ALL[:5] if SMALL else ALL)})
+    trained(result, {preset: [preset, *SIZE, "--plan"] for preset in (PRESETS[:5] if SMALL else PRESETS)})
     if not SMALL:
         trained(result, LLAMAS)
     trained(result, {preset: [preset, *SIZE] for preset in DEEPSPEED if result.has("deepspeed", preset)})

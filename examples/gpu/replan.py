@@ -1,7 +1,7 @@
-"""Plans what parts d and j of `make gpu` have measured, on any machine, by the calibration of part f.
+"""Plans what parts d and j of `make gpu` have measured, from the calibration of part f; needs no GPU.
 
-Figures are written beside the measured ones, in the same files: a change of the planner is compared with a GPU without
-one. A run that decides where its tensors are by the memory that is free has no plan of its own.
+Planned figures are written beside the measured ones, in the same files. So a change of the planner can be compared with
+a GPU on any machine. Runs that place tensors by the free memory aren't planned, and neither are those of `save_on_cpu`.
 
     python examples/gpu/replan.py
 """
@@ -23,6 +23,7 @@ LIMIT_S = 600
 def main() -> int:
     """Plan each row, and print both figures."""
     sys.path.insert(0, str(HERE.parent))
+    from result import short
     from train import made, parsed, planned
 
     device = calibrated_device()
@@ -30,11 +31,16 @@ def main() -> int:
         file = RESULTS / f"{name}.json"
         content = json.loads(file.read_text(encoding="utf-8"))
         for row in content["rows"]:
+            if "arguments" not in row:  # it failed
+                continue
             given = parsed(shlex.split(row["arguments"]))
             if given.save_on_cpu or "as needed" in row["what"]:
                 continue
             figures = planned(given, *made(given), device, LIMIT_S)
-            row.update({key: float(f"{value:.5g}") if key == "planned_s" else value for key, value in figures.items()})
+            if "plan_failed" in figures:
+                print(f"{row['what']}: {figures['plan_failed']}", flush=True)
+                continue
+            row.update({key: short(value) for key, value in figures.items()})
             print(
                 f"{row['what']}: {figures['planned_bytes'] / row['peak_allocated_bytes'] - 1:+.2%} of the bytes,"
                 f" {figures['planned_s'] / row['micro_batch_s'] - 1:+.1%} of the seconds",
@@ -50,10 +56,10 @@ def calibrated_device() -> Any:
     from lightning_solo.presets.devices import find
 
     rows = json.loads((RESULTS / "plans.json").read_text(encoding="utf-8"))["rows"]
-    (found,) = (row for row in rows if row["what"] == "calibrate")
-    device = find(found["device"])
+    (row,) = (row for row in rows if row["what"] == "calibrate")
+    device = find(row["device"])
     assert device is not None
-    return calibrated(device, Readings(**{field.name: found[field.name] for field in fields(Readings)}))
+    return calibrated(device, Readings(**{field.name: row[field.name] for field in fields(Readings)}))
 
 
 if __name__ == "__main__":

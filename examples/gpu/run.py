@@ -2,8 +2,8 @@
 
 a  ceilings      versions, and what this machine can reach: copies, products, pinning, AdamW on its CPU
 b  fused_step    the compact step's kernel: equal to torch's operators, and its time against the bandwidth
-c  marked_tests  the tests marked `gpu`
-d  presets       a step of a model of 1 billion parameters under each preset: time, launches, gaps, planned peak
+c  marked_tests  the tests of CUDA code, most of which CI runs on a simulated device
+d  presets       a step of models of 1 and 8 billion parameters under most presets: time, launches, gaps, planned peak
 e  host_states   8 billion parameters with states on the host: bytes per second by number and size of staging buffers
 f  plans         `plan --calibrate`, then four presets planned and measured
 g  ladder        README's ladder, a rung at a time

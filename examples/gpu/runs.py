@@ -15,7 +15,7 @@ from result import Result, apart
 LIMIT_S = 120
 """Seconds that a run may have the device."""
 AT_ONCE = min(4, (os.cpu_count() or 1) // 2 or 1)
-"""Processes that import, plan, or wait for the device, which one at a time has."""
+"""Processes at a time. They import and plan side by side, and take turns on the device."""
 
 
 def trained(result: Result, runs: Mapping[str, Sequence[str]]) -> None:

@@ -138,9 +138,9 @@ class Built(L.LightningModule):
 
 @contextlib.contextmanager
 def device_alone() -> Iterator[None]:
-    """Wait until no other run trains on the device: processes import and plan beside one another, and train in turn.
+    """Wait until no other run trains on the device: processes import and plan side by side, and train in turn.
 
-    A run that hangs there ends after a while, and prints where it is.
+    A run that has the device for longer than the limit ends, and prints where it is.
     """
     if not os.environ.get("GPU_LOCK"):
         yield
@@ -217,7 +217,10 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 def planned(
     given: argparse.Namespace, make: Any, tokens: torch.Tensor, device: Any = None, timeout_s: float = PLAN_LIMIT_S
 ) -> dict[str, Any]:
-    """Return the figures of the plan, or why there is none; the module's own AdamW has states as large as `Built`'s."""
+    """Return the figures of the plan, or why there is none.
+
+    The module is planned with its own AdamW, whose states are as large as those of `Built`.
+    """
     try:
         plan = solo.plan(
             make,
