@@ -180,7 +180,7 @@ def start(
         arguments: arguments of the function, which are pickled.
         output: the file that it prints to; by default a temporary one, for `Child.last_output`.
         inherited: numbers of open files that it inherits.
-        variables: of its environment, beside those of this process.
+        variables: environment variables that it has besides those of this process, or with other values.
         killed_with_parent: False for a child that ends by itself when the connection does.
     """
     ours, theirs = Pipe()

@@ -28,7 +28,7 @@ Sizes = Sequence[tuple[int, torch.dtype]]
 ALIGNMENT = 128
 """Bytes to which each tensor of a slab is aligned."""
 SLAB_BYTES = 2**30
-"""Bytes of a slab at most, so that parts of the memory can be freed; one for larger tensors is as large as they are."""
+"""Most bytes of a slab, so that parts of the memory can be freed; a larger tensor has a slab of its own."""
 HUGE_PAGE = 2**21
 
 
@@ -50,17 +50,17 @@ def packed_tensors(groups: Sequence[Sizes], device: torch.device) -> list[tuple[
     if is_planned():
         return [(torch.empty(0, dtype=torch.uint8), host_tensors(sizes, device)) for sizes in groups]
     stored = host_tensors([(_slab_bytes(sizes), torch.uint8) for sizes in groups], device)
-    return [(packed, _parts(packed, sizes)) for packed, sizes in zip(stored, groups, strict=True)]
+    return [(packed, _parts(packed.numpy(), sizes)) for packed, sizes in zip(stored, groups, strict=True)]
 
 
-def _parts(packed: Tensor, sizes: Sizes) -> list[Tensor]:
-    """Return flat tensors at the places in a piece of host memory, each with a storage of its own."""
-    memory = packed.numpy()
-    offsets = [0, *accumulate(_aligned(count * kind.itemsize) for count, kind in sizes)]
-    return [
-        torch.frombuffer(memory, dtype=kind, count=count, offset=offset) if count else torch.zeros(0, dtype=kind)
-        for (count, kind), offset in zip(sizes, offsets, strict=False)
-    ]
+def _parts(memory: Any, sizes: Sizes) -> list[Tensor]:
+    """Return flat tensors in a piece of host memory, each with a storage of its own; they keep the memory alive."""
+    tensors, offset = [], 0
+    for count, kind in sizes:
+        empty = torch.zeros(0, dtype=kind)
+        tensors.append(torch.frombuffer(memory, dtype=kind, count=count, offset=offset) if count else empty)
+        offset += _aligned(count * kind.itemsize)
+    return tensors
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def host_copy(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, 
     (stored,) = host_tensors([(packed_bytes(tensors), torch.uint8)], device)
     if is_planned():
         return stored, placed(stored, tensors)
-    parts = _parts(stored, [(tensor.numel(), tensor.dtype) for tensor in tensors])
+    parts = _parts(stored.numpy(), [(tensor.numel(), tensor.dtype) for tensor in tensors])
     copies = [flat.as_strided(tensor.shape, tensor.stride()) for flat, tensor in zip(parts, tensors, strict=True)]
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor)
@@ -124,12 +124,7 @@ def _slab(sizes: Sizes, device: torch.device) -> list[Tensor]:
             with contextlib.suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock, and to look up in a copy
         _pin(slab, device)
-    tensors, offset = [], 0
-    for count, kind in sizes:
-        empty = torch.zeros(0, dtype=kind)
-        tensors.append(torch.frombuffer(slab, dtype=kind, count=count, offset=offset) if count else empty)
-        offset += _aligned(count * kind.itemsize)
-    return tensors
+    return _parts(slab, sizes)
 
 
 def _slab_bytes(sizes: Sizes) -> int:

@@ -15,6 +15,8 @@ from lightning_solo.units import MiB, format_bytes
 
 PAGES = {"small": 2 * MiB, "large": 20 * MiB}
 """Bytes by which an expandable segment grows and shrinks: kSmallBuffer, and large_segment_size_mb's default."""
+_last_set = ""
+"""Settings that were set last here: torch before 2.12 can't tell them."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def expandable_segments() -> Iterator[None]:
 
 
 def _settings() -> str:
-    """Return the allocator's settings; those of the environment, or the last of `_set`, where torch can't tell them."""
+    """Return the allocator's settings. Where torch can't tell: the last of `_set`, or those of the environment."""
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # since 2.12
         return torch._C._accelerator_getAllocatorSettings()
     return _last_set or os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -114,6 +116,3 @@ def _set(settings: str) -> None:
     global _last_set
     torch._C._accelerator_setAllocatorSettings(settings)
     _last_set = settings
-
-
-_last_set = ""

@@ -178,7 +178,7 @@ class CompactAdamW(SplitOptimizer):
                     counted.pop()
                     continue
                 if on_host and not self.kernels.reads_host(piece):
-                    packed = self._placement.packed_bytes(p, piece.tensors)
+                    packed = self._placement.packed(p, piece.tensors)
                     self._steps.step_staged(piece, on_host, control, self.staging, packed)
                     counted.pop()
                 else:

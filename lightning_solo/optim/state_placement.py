@@ -116,7 +116,8 @@ class StatePlacement:
                 break
             if self._staging is not None:
                 self._staging.serve(-bytes_of(self._layout(p)))
-            del self.host[p], self._packed[p]
+            del self.host[p]
+            self._packed.pop(p, None)  # a copy of the optimizer has none
             states[p] = self._moved(p, states[p])
 
     def _moved(self, p: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -132,7 +133,7 @@ class StatePlacement:
         home = self.host.get(p, {})
         return {name: tensor if name in kept else tensor.zero_() for name, tensor in home.items()}
 
-    def packed_bytes(self, p: Tensor, state: Mapping[str, Tensor]) -> Tensor | None:
+    def packed(self, p: Tensor, state: Mapping[str, Tensor]) -> Tensor | None:
         """Return the bytes of a parameter's host tensors if its state still consists of them, otherwise None."""
         is_home = all(state[name] is tensor for name, tensor in self.host.get(p, {}).items())
         return self._packed.get(p) if is_home else None

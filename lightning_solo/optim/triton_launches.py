@@ -95,8 +95,8 @@ def _numbers(pieces: Sequence[Piece]) -> Any:
     numbers = np.empty((len(pieces), len(_NUMBERS) + 1), np.float32)
     after = _NUMBERS.index("correction2") + 1
     for row, piece in zip(numbers, pieces, strict=True):
-        given = _NUMBERS_OF(piece.scalars)
-        row[:after], row[after + 1 :] = given[:after], given[after:]
+        values = _NUMBERS_OF(piece.scalars)
+        row[:after], row[after + 1 :] = values[:after], values[after:]
     numbers[:, after] = 1 / numbers[:, after - 1]
     return numbers
 

@@ -133,6 +133,19 @@ def test_states_return_to_free_device_memory_from_the_first_parameter_on(monkeyp
     assert equal(contents(optimizers[0]), contents(optimizers[1]))
 
 
+def test_states_of_a_copied_optimizer_return_too(monkeypatch: pytest.MonkeyPatch):
+    module = net()
+    optimizer = optimizer_of(module, (24, 8), budget="auto")
+    train(module, optimizer, 1)
+    monkeypatch.setattr(state_placement, "free_bytes", lambda device: 2**40)
+    other, own = copy.deepcopy((module, optimizer))
+    for each, its in ((module, optimizer), (other, own)):
+        assert its.host_bytes
+        train(each, its, 1)
+        assert not its.host_bytes
+    assert equal(contents(own), contents(optimizer))
+
+
 def test_states_without_room_on_the_host_stay_on_the_device(monkeypatch: pytest.MonkeyPatch):
     module = net()
     every = sum(bytes_of(state_layout(p.bfloat16(), 24, 8)) for p in module.parameters())
