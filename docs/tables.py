@@ -399,7 +399,8 @@ def activation_budget_table(result: dict[str, Any]) -> str:
 def sequences_table(result: dict[str, Any]) -> str:
     """Return the peak of a step by length of the sequence, for each way of computing a block."""
     rows = []
-    for row in result["rows"]:
+    measured = [row for row in result["rows"] if "micro_batch_s" in row]
+    for row in measured:
         peaks = [step["peak"] for step in row["steps"]]
         rows.append([row["name"], *(f"{peak / MiB:.1f} MiB" for peak in peaks), f"{peaks[-1] / peaks[-2]:.2f} x"])
     heads = ["", *(f"{tokens:,} tokens" for tokens in result["lengths"]), "last doubling"]
@@ -1035,10 +1036,10 @@ def gpu_runs_table(result: dict[str, Any]) -> str:
             steps[::2] = f"{step:.3f} s", f"{step / row['micro_batch_s'] - 1:+.0%}"
         rows.append([row["what"], *peaks, *steps, f"{row['tokens_per_s']:,.0f}"])
     heads = ["run", "planned peak", "peak", "off", "planned step", "step", "off", "tokens/s"]
-    count, part = result["rows"][0]["parameters"] / 1e9, "d" if result["part"] == "presets" else "j"
+    count, part = measured[0]["parameters"] / 1e9, "d" if result["part"] == "presets" else "j"
     explained = (
-        f"{result['machine']}: a byte GPT of {count:.2f} billion parameters, 4 sequences of 2,048 tokens; a step is the"
-        " median of 6, each begun with an idle device. Planned from a calibration of this machine, without the GPU"
+        f"{result['machine']}: a byte GPT of {count:.2f} billion parameters, 4 sequences of 2,048 tokens, unless the row"
+        " names another; a step is the median of several, each begun with an idle device. Planned from a calibration of this machine, without the GPU"
         " (`python examples/gpu/replan.py`)."
     )
     return table(heads, rows) + note(result, f"make gpu PART={part}", explained)

@@ -18,7 +18,7 @@ MODEL = (
     if SMALL
     else ["model=byte_gpt_124m", "data.context=1024", "data.max_bytes=4000000", "--steps", "25"]
 )
-LIMIT_S = 440
+LIMIT_S = 380
 """Less than the part's own, so that the command can end what runs and write what is done."""
 
 

@@ -46,13 +46,13 @@ PARTS = {
     "a": Part("ceilings", 180),
     "b": Part("fused_step", 300),
     "c": Part("marked_tests", 480),
-    "d": Part("presets", 480),
-    "e": Part("host_states", 420),
-    "f": Part("plans", 360),
-    "g": Part("ladder", 480),
+    "d": Part("presets", 900),
+    "e": Part("host_states", 300),
+    "f": Part("plans", 180),
+    "g": Part("ladder", 420),
     "h": Part("survival", 300),
     "i": Part("compression", 300),
-    "j": Part("streaming", 300),
+    "j": Part("streaming", 240),
 }
 
 
