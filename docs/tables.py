@@ -399,8 +399,7 @@ def activation_budget_table(result: dict[str, Any]) -> str:
 def sequences_table(result: dict[str, Any]) -> str:
     """Return the peak of a step by length of the sequence, for each way of computing a block."""
     rows = []
-    measured = [row for row in result["rows"] if "micro_batch_s" in row]
-    for row in measured:
+    for row in result["rows"]:
         peaks = [step["peak"] for step in row["steps"]]
         rows.append([row["name"], *(f"{peak / MiB:.1f} MiB" for peak in peaks), f"{peaks[-1] / peaks[-2]:.2f} x"])
     heads = ["", *(f"{tokens:,} tokens" for tokens in result["lengths"]), "last doubling"]
@@ -1027,7 +1026,8 @@ def kernels_table(result: dict[str, Any]) -> str:
 def gpu_runs_table(result: dict[str, Any]) -> str:
     """Return the planned and measured peaks and steps of runs on a GPU."""
     rows = []
-    for row in result["rows"]:
+    measured = [row for row in result["rows"] if "micro_batch_s" in row]
+    for row in measured:
         peaks = ["", f"{row['peak_allocated_bytes'] / GiB:.2f} GiB", ""]
         steps = ["", f"{row['micro_batch_s']:.3f} s", ""]
         if "planned_s" in row:
@@ -1038,9 +1038,9 @@ def gpu_runs_table(result: dict[str, Any]) -> str:
     heads = ["run", "planned peak", "peak", "off", "planned step", "step", "off", "tokens/s"]
     count, part = measured[0]["parameters"] / 1e9, "d" if result["part"] == "presets" else "j"
     explained = (
-        f"{result['machine']}: a byte GPT of {count:.2f} billion parameters, 4 sequences of 2,048 tokens, unless the row"
-        " names another; a step is the median of several, each begun with an idle device. Planned from a calibration of this machine, without the GPU"
-        " (`python examples/gpu/replan.py`)."
+        f"{result['machine']}: a byte GPT of {count:.2f} billion parameters, 4 sequences of 2,048 tokens, unless the"
+        " row names another; a step is the median of several, each begun with an idle device. Planned from a calibration"
+        " of this machine, without the GPU (`python examples/gpu/replan.py`)."
     )
     return table(heads, rows) + note(result, f"make gpu PART={part}", explained)
 
