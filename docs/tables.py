@@ -1039,8 +1039,8 @@ def gpu_runs_table(result: dict[str, Any]) -> str:
     count, part = measured[0]["parameters"] / 1e9, "d" if result["part"] == "presets" else "j"
     explained = (
         f"{result['machine']}: a byte GPT of {count:.2f} billion parameters, 4 sequences of 2,048 tokens, unless the"
-        " row names another; a step is the median of several, each begun with an idle device. Planned from a calibration"
-        " of this machine, without the GPU (`python examples/gpu/replan.py`)."
+        " row names another; a step is the median of several, each begun with an idle device. Planned from a"
+        " calibration of this machine, without the GPU (`python examples/gpu/replan.py`)."
     )
     return table(heads, rows) + note(result, f"make gpu PART={part}", explained)
 
