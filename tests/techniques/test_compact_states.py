@@ -45,11 +45,15 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Adafactor": {"lr": 1e-2},
 }
 BACK_ENDS = [
-    pytest.param(name, marks=pytest.mark.skipif(not is_installed(package), reason=f"needs {package}"))
-    for name, package in (
-        ("torchao_8bit", "torchao"),
-        ("torchao_4bit", "torchao"),
-        ("bitsandbytes_8bit", "bitsandbytes"),
+    pytest.param(name, marks=[pytest.mark.skipif(not is_installed(package), reason=f"needs {package}"), *marks])
+    for name, package, marks in (
+        ("torchao_8bit", "torchao", []),
+        ("torchao_4bit", "torchao", []),
+        (
+            "bitsandbytes_8bit",
+            "bitsandbytes",
+            [pytest.mark.not_simulated("bitsandbytes loads CUDA's libraries for the simulated device")],
+        ),
     )
 ]
 
