@@ -15,11 +15,11 @@ from result import Result, apart
 LIMIT_S = 120
 """Seconds that a run may have the device."""
 AT_ONCE = min(4, (os.cpu_count() or 1) // 2 or 1)
-"""Processes at a time. They import and plan side by side, and take turns on the device."""
+"""How many processes run at a time. They import and plan side by side, and take turns on the device."""
 
 
 def trained(result: Result, runs: Mapping[str, Sequence[str]]) -> None:
-    """Run ``train.py`` with each of several arguments; its last line is a row.
+    """Run ``train.py`` once for each row, with the row's arguments; the last line that it prints is the row.
 
     Args:
         result: gets the rows.

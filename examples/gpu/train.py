@@ -171,7 +171,10 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--save-on-cpu", action="store_true", help="all saved tensors, by torch's own context")
     parser.add_argument("overrides", nargs="*")
-    return parser.parse_intermixed_args(words)
+    given = parser.parse_intermixed_args(words)
+    if given.model not in MODELS and not given.model.startswith(LLAMA):
+        parser.error(f"--model {given.model}: write {', '.join(MODELS)}, or {LLAMA}8B")
+    return given
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
@@ -242,7 +245,7 @@ def planned(
 
 
 def made(given: argparse.Namespace) -> tuple[Any, torch.Tensor]:
-    """Return what makes the module, and a batch of tokens."""
+    """Return a function that builds the module, and a batch of tokens."""
     torch.manual_seed(0)
     if given.model.startswith(LLAMA):
         from plan_fine_tuning import SHAPES, LanguageModel
