@@ -43,13 +43,7 @@ class SoloCLI(LightningCLI):
         return super().instantiate_trainer(**arguments)
 
     def _arguments(self, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments with which those of the configuration are replaced.
-
-        Raises:
-            ConflictError: the preset and an argument of the Trainer contradict each other.
-            PresetError: options of a preset without a preset, or as `lightning_solo.trainer_kwargs`.
-            CapabilityError, BudgetError, PlanError: as `lightning_solo.trainer_kwargs`.
-        """
+        """Return the arguments with which those of the configuration are replaced."""
         given = {**config.get("trainer", {}), **kwargs}
         if old := old_spellings.refusal_of_argument(given.get("strategy")):
             raise PresetError(old)

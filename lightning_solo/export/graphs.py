@@ -237,11 +237,7 @@ class _Graph(nn.Module):
         return tuple(found.values())
 
     def traced(self, batch: tuple[int, int], length: tuple[int, int] | None) -> Any:
-        """Return the program of `torch.export`.
-
-        Raises:
-            CapabilityError: forward can't be traced.
-        """
+        """Return the program of `torch.export`."""
         try:
             self(*self.inputs.values())  # finds the outputs: torch undoes what tracing assigns
             with _quiet():
@@ -251,11 +247,7 @@ class _Graph(nn.Module):
             raise CapabilityError(self._untraceable(error)) from error
 
     def without_unused(self, program: Any, batch: tuple[int, int], length: tuple[int, int] | None) -> Any:
-        """Drop inputs whose numbers aren't used, such as labels, and return the program that is traced without them.
-
-        Raises:
-            NothingToDoError: no input is used.
-        """
+        """Drop inputs whose numbers aren't used, such as labels, and return the program that is traced without them."""
         size, user_inputs = torch.ops.aten.sym_size.int, {*program.graph_signature.user_inputs}
         nodes = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in user_inputs]
         used = [any(user.target != size for user in node.users) for node in nodes]
@@ -325,11 +317,7 @@ class _Graph(nn.Module):
         return [(each, self._length if each == self._rows else other) for each in rows]
 
     def difference(self, run: Callable[[Mapping[str, Tensor]], list[Tensor]], sizes: tuple[int, int]) -> float:
-        """Return the largest difference of outputs, relative to the largest output.
-
-        Raises:
-            CheckpointError: it is more than rounding explains.
-        """
+        """Return the largest difference of outputs, relative to the largest output."""
         inputs = self._with_sizes(*sizes)
         expected, found = self(*inputs.values()), run(inputs)
         worst = 0.0

@@ -237,11 +237,7 @@ def _how(trained: TrainedModel, base: str) -> str:
 
 
 def _compared_by_peft(trained: TrainedModel, folder: Path) -> list[str]:
-    """Return a line about the logits of the base with the adapter, here and as peft loads it.
-
-    Raises:
-        CapabilityError: peft can't load it.
-    """
+    """Return a line about the logits of the base with the adapter, here and as peft loads it."""
     rows = len(trained.model.get_input_embeddings().weight)
     needed = f"the base needs rows for new tokens before the adapter: base.resize_token_embeddings({rows})"
     lines = [needed] if trained.words.new_tokens else []

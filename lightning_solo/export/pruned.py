@@ -73,11 +73,7 @@ def export_pruned(
 def _compressed(
     weights: dict[str, Tensor], *, required: bool
 ) -> tuple[dict[str, Tensor], dict[str, tuple[str, list[int]]]]:
-    """Return the tensors to store, and name -> form and shape; each weight is freed before the next.
-
-    Raises:
-        NothingToDoError: none has enough zeros, and some must.
-    """
+    """Return the tensors to store, and name -> form and shape; each weight is freed before the next."""
     stored: dict[str, Tensor] = {}
     forms: dict[str, tuple[str, list[int]]] = {}
     most = 0.0

@@ -123,12 +123,7 @@ def export_quantized(
 
 
 def _calibrated(module: nn.Module, choice: Layers, calibrate: Callable[[nn.Module], Any]) -> dict[int, float]:
-    """Return id of a linear layer -> scale of its inputs; leave weights out of the choice of whose layers none has one.
-
-    Raises:
-        PresetError: calibration runs no layer.
-        ConflictError: a layer has inputs that aren't finite.
-    """
+    """Return id of a linear layer -> scale of its inputs; drop weights from the choice whose layers have none."""
     layers = {name: part for name, part in choice.layers.items() if not isinstance(part, nn.Embedding)}
     scales = input_scales(layers, lambda: calibrate(module))
     if layers and not scales:

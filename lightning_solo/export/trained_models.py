@@ -366,9 +366,6 @@ def _loaded(
         widest: type of the weights; None for those in the files.
         architecture: as `architecture_of` returned it in training.
         others: names of weights that the folder needn't have, or may have of another shape.
-
-    Raises:
-        CheckpointError: there is no such folder, a tensor is missing, or its weights are in 4 or 8 bits.
     """
     import transformers
 
@@ -460,10 +457,6 @@ def _with_weights(
 
     It is smaller if channels or heads were removed. An output head of which the weight differs from the embedding's is
     untied, also in the configuration.
-
-    Raises:
-        CheckpointError: a weight is missing, or has another shape.
-        ConflictError: the configuration can't say the smaller sizes.
     """
     if any(weights[name].dtype is torch.float32 for name, _ in model.named_parameters() if name in weights):
         widest = torch.float32
@@ -498,9 +491,6 @@ def _from_pretrained(
         source: of the weights, for messages.
         others: names of weights that may be missing, or may have another shape.
         options: of ``from_pretrained``.
-
-    Raises:
-        CheckpointError: another weight is missing, or has another shape.
     """
     with quiet():
         model, report = cls.from_pretrained(

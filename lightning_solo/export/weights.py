@@ -265,11 +265,7 @@ def unnamed(path: Path) -> str:
 
 
 def _plain(source: Source, dtype: str) -> dict[str, Any]:
-    """Return a source's weights in one type.
-
-    Raises:
-        CheckpointError: fp32 is asked for, and the trained weights have fewer bits.
-    """
+    """Return a source's weights in one type."""
     if dtype == "fp32":
         _require_full(source)
     masters = {place(source.weights[name]): make for name, make in source.masters.items() if name in source.weights}

@@ -289,12 +289,7 @@ class Conversations:
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Any = None, *, tags: bool = False, prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text of a conversation, and the places between its generation tags.
-
-        Raises:
-            RowError: the template refuses the messages.
-            PresetError: the template itself is no Jinja.
-        """
+        """Return the text of a conversation, and the places between its generation tags."""
         from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 

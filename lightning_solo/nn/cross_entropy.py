@@ -168,11 +168,7 @@ def chunked_argmax(
 
 
 def _valid_rows(labels: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
-    """Return the indices of the tokens that are not ignored.
-
-    Raises:
-        IndexError: a label is outside the vocabulary. On a GPU, gather would end the process by a device assertion.
-    """
+    """Return the indices of the tokens that are not ignored."""
     valid = labels != ignore_index
     wrong = valid & ((labels < 0) | (labels >= vocabulary))
     if bool(wrong.any()):

@@ -337,11 +337,7 @@ def _unfit_for_table(name: str, part: nn.Module) -> str | None:
 
 
 def _finite(p: nn.Parameter, name: str, at: str, owners: Owners) -> Tensor:
-    """Return a weight (rows, columns).
-
-    Raises:
-        ConflictError: it isn't finite.
-    """
+    """Return a weight (rows, columns)."""
     if not (p.is_meta or isinstance(p, FakeTensor)) and not p.isfinite().all():
         raise ConflictError(
             f"{at}rank: {name} isn't finite, and has no singular values; load sound weights, or leave it out of"

@@ -119,11 +119,7 @@ def _unsuitable(p: nn.Parameter) -> str | None:
 
 
 def _computed(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield (qualified name, reason) of weights that are no parameters of their layer.
-
-    Raises:
-        ConflictError: a layer is pruned by ``torch.nn.utils.prune``.
-    """
+    """Yield (qualified name, reason) of weights that are no parameters of their layer."""
     for name, part in module.named_modules():
         own = {each.removesuffix("_mask") for each in part._buffers if each.endswith("_mask")}
         if masked := [each for each in own if f"{each}_orig" in part._parameters]:
@@ -141,11 +137,7 @@ def _computed(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _keep_fours(choice: Choice, module: nn.Module, *, asked: bool) -> None:
-    """Leave weights out whose inputs aren't known.
-
-    Raises:
-        ConflictError: a layer has inputs that are no multiple of four; or such a weight was asked for.
-    """
+    """Leave weights out whose inputs aren't known."""
     odd = {}
     for name, p in list(choice.weights.items()):
         inputs = p.shape[0] if name in choice.transposed else p.shape[-1]

@@ -224,11 +224,7 @@ def _stacked(shape: torch.Size, rows: Sequence[Sequence[Stored]]) -> Tensor:
 
 
 def _matched(module: nn.Module, tensors: Mapping[str, Stored], folder: Path) -> dict[int, str]:
-    """Return id of parameter -> name of its tensor; tied parameters need only one.
-
-    Raises:
-        CheckpointError: a parameter has no tensor, or one of another shape.
-    """
+    """Return id of parameter -> name of its tensor; tied parameters need only one."""
     names: dict[int, list[str]] = {}
     parameters = {id(p): p for p in module.parameters()}
     for name, p in module.named_parameters(remove_duplicate=False):

@@ -140,11 +140,7 @@ def _library(compiler: Sequence[str]) -> ctypes.CDLL:
 
 
 def _output(command: Sequence[str]) -> str:
-    """Return the output of a command.
-
-    Raises:
-        CapabilityError: it can't be run, or fails; the message has the first line of its error.
-    """
+    """Return the output of a command."""
     environment = {**os.environ, "PATH": tool_path()}
     try:
         done = subprocess.run(

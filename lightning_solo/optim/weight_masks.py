@@ -253,11 +253,7 @@ def _master(p: Tensor, optimizers: Sequence[Optimizer]) -> Tensor:
 
 
 def _keys(name: str, values: Tensor) -> Tensor:
-    """Return the order of magnitudes as int32, from 1 on.
-
-    Raises:
-        ConflictError: a value is NaN.
-    """
+    """Return the order of magnitudes as int32, from 1 on."""
     keys = values.to(torch.float32).abs().view(torch.int32)
     if bool((keys > _INFINITY).any()):
         raise ConflictError(

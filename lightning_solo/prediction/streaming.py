@@ -164,12 +164,7 @@ class _Prediction:
         return self.batches(make())
 
     def batches(self, loader: Any) -> Any:
-        """Return a loader's batches of all rows in their order, of the given size or the largest that fits.
-
-        Raises:
-            PresetError: there are several loaders, or it shuffles.
-            ConflictError: its batches can't have another size.
-        """
+        """Return a loader's batches of all rows in their order, of the given size or the largest that fits."""
         if isinstance(loader, list | tuple | dict) and not isinstance(loader, DataLoader):
             if not loader:  # which stands for no data
                 return _Batches(iter(()))
@@ -235,11 +230,7 @@ class _Prediction:
 
 
 def _samples(batch: Any, failure: str) -> int:
-    """Return the rows of a batch that doesn't fit.
-
-    Raises:
-        BudgetError: it has one row, or can't be split.
-    """
+    """Return the rows of a batch that doesn't fit."""
     try:
         samples = samples_of(batch)
     except ConflictError as error:
@@ -287,11 +278,7 @@ def _sized(loader: Any, size: int) -> Any:
 
 
 def _chosen_split(owner: Any, split: str | None) -> str:
-    """Return the split whose loader a data module or module has: the given one, or else the first.
-
-    Raises:
-        PresetError: it has none.
-    """
+    """Return the split whose loader a data module or module has: the given one, or else the first."""
     # Lightning's own methods return nothing
     there = [each for each in SPLITS if not _source(owner, each)[0].__module__.endswith("core.hooks")]
     if split in there or (split is None and there):

@@ -145,11 +145,7 @@ def chosen_names(hydra: Any) -> list[str]:
 
 
 def _check_overrides_of_application() -> None:
-    """Check the overrides that the running application got, of which Hydra takes some that change no preset.
-
-    Raises:
-        PresetError: a group that no preset has, or a choice that would replace every callback of a preset.
-    """
+    """Check the overrides that the running application got, of which Hydra takes some that change no preset."""
     hydra = HydraConfig.get()
     for override in map(parse_override, hydra.overrides.task):
         text, key = override.input_line, override.key_or_group

@@ -104,11 +104,7 @@ class AccumulationSchedule(Technique, Settings):
         return self.ctx
 
     def _count_steps(self, trainer: Any, stock: int | float) -> int | float:
-        """Return the value of ``estimated_stepping_batches``; Lightning's own for unknown or endless lengths.
-
-        Raises:
-            ConflictError: the number of steps can't be known in advance, and ``max_steps`` isn't set.
-        """
+        """Return the value of ``estimated_stepping_batches``; Lightning's own for unknown or endless lengths."""
         batches = trainer.num_training_batches
         if trainer.max_epochs == -1 or batches == math.inf:
             return stock
@@ -241,11 +237,7 @@ class AccumulationSchedule(Technique, Settings):
         return not self._ctx.window.is_last or resuming.batch_within(self._ctx.trainer) is not None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a checkpoint; the window's gradients are restored at the start of training.
-
-        Raises:
-            CheckpointError: a key is missing or unknown, or the factor or the window's start is out of range.
-        """
+        """Load the state of a checkpoint; the window's gradients are restored at the start of training."""
         needed = {"factor", self.by} if self.by in COUNTED else {"factor"}
         unknown = sorted(set(state_dict) - {"factor", "start", *COUNTED, "noise_scale", "window"})
         missing = sorted(needed - set(state_dict))

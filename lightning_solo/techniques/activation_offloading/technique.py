@@ -66,11 +66,7 @@ class ActivationOffloading(Technique, Settings):
         ctx.undo.callback(self._offloader.free_buffers)
 
     def _disk_folder(self) -> Path:
-        """Return the folder of the file.
-
-        Raises:
-            CapabilityError: the folder doesn't exist, or is in memory.
-        """
+        """Return the folder of the file."""
         remedy = "write callback.activation_offloading.folder=<a folder on a local SSD>"
         folder = Path(self.folder or tempfile.gettempdir()).expanduser()
         if not folder.is_dir():

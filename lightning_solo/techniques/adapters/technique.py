@@ -67,13 +67,7 @@ class Adapters(Technique, Settings):
     # --- joining ---
 
     def transform(self, ctx: Run) -> None:
-        """Put the adapters in, in fp32, unless a checkpoint or an earlier fit has; freeze everything else.
-
-        Raises:
-            NothingToDoError: a name or pattern matches nothing.
-            ConflictError: a pattern matches a layer that can't have an adapter; or the module has other adapters; or a
-                callback of Lightning copies the module or unfreezes it.
-        """
+        """Put the adapters in, in fp32, unless a checkpoint or an earlier fit has; freeze everything else."""
         kept = lambda module: adapter_parameters(module).values()  # noqa: E731
         ctx.undo.enter_context(patches.conversion_around(ctx.strategy.precision_plugin, kept))
         if not ctx.training:

@@ -79,12 +79,7 @@ class Allocator(Callback, Settings):
     # --- when: Lightning's hooks ---
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Make segments expandable, before the weights are on the device.
-
-        Raises:
-            CapabilityError: the run is not on a CUDA device, its allocator has no segments, or memory is in ordinary
-                segments already.
-        """
+        """Make segments expandable, before the weights are on the device."""
         device = trainer.strategy.root_device
         if device.type != "cuda":
             raise CapabilityError(

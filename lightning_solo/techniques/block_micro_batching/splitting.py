@@ -224,11 +224,7 @@ class Splitting:
     # --- the check ---
 
     def _check(self, block: nn.Module, original: Callable[..., Any], given: Any, group: int, size: int) -> None:
-        """Compare a group of samples with the last one of them alone, and learn how arguments and outputs are divided.
-
-        Raises:
-            ConflictError: they differ.
-        """
+        """Compare a group of samples with its last one alone, and learn how arguments and outputs are divided."""
         tensors, reasons = tensors_in(given), []
         for tried in self._choices(tensors, size):
             self.arguments = tried

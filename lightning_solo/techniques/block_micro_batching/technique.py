@@ -42,11 +42,7 @@ class BlockMicroBatching(Technique, Settings):
         return tuple(self._splittings)
 
     def transform(self, ctx: Run) -> None:
-        """Divide the calls of the blocks.
-
-        Raises:
-            ConflictError: the module recomputes its blocks by itself, or they are compiled.
-        """
+        """Divide the calls of the blocks."""
         refuse_own_checkpointing(ctx.module, OPTION)
         self._blocks = named_blocks(ctx.module, self.blocks, f"{OPTION}.blocks")
         inside = {id(block) for block in self._blocks.values()}
@@ -66,11 +62,7 @@ class BlockMicroBatching(Technique, Settings):
         )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse layers in the blocks whose output depends on the whole batch.
-
-        Raises:
-            ConflictError: there are BatchNorm layers in training mode; names them.
-        """
+        """Refuse layers in the blocks whose output depends on the whole batch."""
         layers = [
             f"{name}.{part_name}"
             for name, block in self._blocks.items()
@@ -84,11 +76,7 @@ class BlockMicroBatching(Technique, Settings):
             )
 
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
-        """Check at the first loss that it depends on what the blocks return.
-
-        Raises:
-            ConflictError: it depends on something else of a block.
-        """
+        """Check at the first loss that it depends on what the blocks return."""
         returned = self._returned
         self._note(None)
         if returned is not None:

@@ -90,11 +90,7 @@ class CompactStates(Technique, Settings):
             yield
 
     def transform(self, ctx: Run) -> None:
-        """Split the weights one by one, before Lightning's conversion would drop their lower bits.
-
-        Raises:
-            ConflictError: the precision doesn't work with these bits or this back end.
-        """
+        """Split the weights one by one, before Lightning's conversion would drop their lower bits."""
         precision = ctx.precision
         if message := self.precision_refusal(precision):
             raise ConflictError(message)
@@ -151,12 +147,7 @@ class CompactStates(Technique, Settings):
             )
 
     def optimizers(self, ctx: Run, optimizers: list[Optimizer], schedulers: Sequence[Any]) -> list[Optimizer]:
-        """Convert the optimizers, after Lightning's set-up, which moves all states to the device.
-
-        Raises:
-            BudgetError: the device has less memory than the states need; before they are allocated.
-            ConflictError: an optimizer isn't supported; the message says what to write.
-        """
+        """Convert the optimizers, after Lightning's set-up, which moves all states to the device."""
         self._weights.follow(ctx.module)
         corrections = self._weights.corrections
         require_room(optimizers, self, corrections, ctx.module, ctx.device)

@@ -90,11 +90,7 @@ class Curriculum(Technique, Settings):
     # --- items by their difficulty ---
 
     def loader(self, ctx: Run, loader: Any) -> Any:
-        """Return the loader with other batches; the items are ranked when the first one is drawn.
-
-        Raises:
-            ConflictError: its batches can't be replaced.
-        """
+        """Return the loader with other batches; the items are ranked when the first one is drawn."""
         if self.by == SEQUENCES:
             return loader
         require_own_batches(loader, "callback.curriculum")
@@ -138,13 +134,7 @@ class Curriculum(Technique, Settings):
             )
 
     def _rank(self) -> None:
-        """Rank the items by difficulty, before the first batch is drawn.
-
-        Raises:
-            ConflictError: an item has no difficulty, or there are several loaders.
-            CheckpointError: the checkpoint has losses of other items.
-            NothingToDoError: all items are equally difficult, or fit into one batch.
-        """
+        """Rank the items by difficulty, before the first batch is drawn."""
         loader, self._loader = self._loader, None
         if loader is None:
             return
@@ -254,11 +244,7 @@ class Curriculum(Technique, Settings):
             )
 
     def _look(self, batch: Any, cut: Any) -> None:
-        """Warn once if the cut removed all labels of a batch.
-
-        Raises:
-            ConflictError: the batch's sequences are padded on the left.
-        """
+        """Warn once if the cut removed all labels of a batch."""
         if is_left_padded(batch):
             raise ConflictError(
                 "callback.curriculum.by=sequence_length: attention_mask begins with 0, so sequences are padded on the"
@@ -297,11 +283,7 @@ class Curriculum(Technique, Settings):
         return {"begun": self._begun, "losses": self._losses}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the saved run's position.
-
-        Raises:
-            CheckpointError: the saved run had another ``by``.
-        """
+        """Continue from the saved run's position."""
         if set(state_dict) != set(self.state_dict()) or (self.by == "loss") != (state_dict.get("losses") is not None):
             raise CheckpointError(
                 f"callback.curriculum.by={name_of(self.by)} needs a state with {sorted(self.state_dict())}, and the"

@@ -94,14 +94,7 @@ class Distillation(Technique, Settings):
         return _Saved(self, ctx)
 
     def transform(self, ctx: Run) -> None:
-        """Make the teacher, or open the file of its labels.
-
-        Raises:
-            PresetError: there is none.
-            ConflictError: the module optimizes manually, or the teacher is the module itself.
-            CheckpointError: the teacher or the file can't be loaded.
-            PresetError: a layer in `features` doesn't exist.
-        """
+        """Make the teacher, or open the file of its labels."""
         name = type(ctx.module).__name__
         if not ctx.module.automatic_optimization:
             raise ConflictError(
@@ -172,12 +165,7 @@ class Distillation(Technique, Settings):
         return mean
 
     def _distance(self, ctx: Run, call: Call, counted: Tensor | None, name: str, other: str) -> Tensor:
-        """Return the distance of a layer's features from those of the teacher's other layer, which has just run.
-
-        Raises:
-            ConflictError: they differ in more than the width, have no gradient, or need a projection that nothing can
-                train.
-        """
+        """Return the distance of a layer's features from those of the teacher's other layer, which has just run."""
         assert self._teacher is not None  # transform comes first
         ours = feature_of(call.outputs, name, "student")
         theirs = feature_of(self._teacher.outputs, other, "teacher")
@@ -216,11 +204,7 @@ class Distillation(Technique, Settings):
         return divergence(call.logits, logits, self.temperature, counted)
 
     def _by_labels(self, labels: SoftLabels, call: Call, counted: Tensor | None) -> Tensor:
-        """Return the divergence from a call's rows in the file.
-
-        Raises:
-            ConflictError: they aren't there, or of another vocabulary.
-        """
+        """Return the divergence from a call's rows in the file."""
         words, width = labels.origin.vocabulary, call.logits.shape[-1]
         if words != width:
             raise ConflictError(

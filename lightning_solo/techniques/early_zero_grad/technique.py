@@ -19,11 +19,7 @@ class EarlyZeroGrad(Technique, Settings):
     phase = CARD.phase
 
     def transform(self, ctx: Run) -> None:
-        """Zero gradients before forward for the length of a fit.
-
-        Raises:
-            ConflictError: manual optimization, in which Lightning zeroes no gradients.
-        """
+        """Zero gradients before forward for the length of a fit."""
         if not ctx.module.automatic_optimization:
             raise ConflictError(
                 "early_zero_grad with manual optimization: the module zeroes gradients itself; write"

@@ -68,11 +68,7 @@ class ExactResume(Technique, Settings):
     # --- loaders ---
 
     def loader(self, ctx: Run, loader: Any) -> Any:
-        """Return a loader that saves its position; one that does so already, too, saves random states.
-
-        Raises:
-            ConflictError: the loader returns batches in no fixed order.
-        """
+        """Return a loader that saves its position; one that does so already, too, saves random states."""
         if isinstance(loader, Prefetcher):  # it stands before this technique
             inner = self.loader(ctx, loader.loader)
             return prefetched(inner, loader.depth, loader.upload, loader.limit, loader.on_draws)
@@ -288,11 +284,7 @@ class ExactResume(Technique, Settings):
         return _Loading(ctx)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Take the state of this process, and give the positions of loaders back to Lightning.
-
-        Raises:
-            CheckpointError: the checkpoint was saved by another number of processes.
-        """
+        """Take the state of this process, and give the positions of loaders back to Lightning."""
         callbacks = checkpoint.get("callbacks", {})
         own = callbacks.get(self.state_key)
         if own:
@@ -310,11 +302,7 @@ class ExactResume(Technique, Settings):
         resuming.set_loader_states(checkpoint, [next(others) if state is None else state for state in own["loaders"]])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the state until training starts.
-
-        Raises:
-            CheckpointError: a key is missing or unknown, or no run can continue where it was saved.
-        """
+        """Keep the state until training starts."""
         if state_dict and (differ := (KEYS ^ {*state_dict}) - {"loaders"}):
             raise CheckpointError(
                 f"callback.exact_resume: the checkpoint's state has other keys than this version's: {sorted(differ)};"

@@ -131,11 +131,7 @@ class FiniteGuard(Technique, Settings):
         self._unsaved.close()
 
     def transform(self, ctx: Run) -> None:
-        """Refuse several processes that would go back to a checkpoint.
-
-        Raises:
-            ConflictError: there are several; the message says what to write.
-        """
+        """Refuse several processes that would go back to a checkpoint."""
         self._processes = ctx.trainer.world_size
         if self._processes > 1 and (option := self.option_of("rewind")):
             raise ConflictError(
@@ -144,11 +140,7 @@ class FiniteGuard(Technique, Settings):
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Look at losses and gradients from here on.
-
-        Raises:
-            ConflictError: a step may be skipped, and gradients are used in backward.
-        """
+        """Look at losses and gradients from here on."""
         ctx = self.ctx
         assert ctx is not None  # joined in setup
         option = self.option_of("skip_window")
@@ -218,20 +210,12 @@ class FiniteGuard(Technique, Settings):
             patches.correct_logged_steps(trainer)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Save nothing after a step that wasn't taken.
-
-        Raises:
-            RefusedStepError: the last step wasn't.
-        """
+        """Save nothing after a step that wasn't taken."""
         if self.ctx is not None:
             self._settle(self.ctx)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Read what the last step found.
-
-        Raises:
-            RefusedStepError: it wasn't taken.
-        """
+        """Read what the last step found."""
         assert self.ctx is not None  # joined in setup
         self._settle(self.ctx)
 
@@ -274,11 +258,7 @@ class FiniteGuard(Technique, Settings):
         return restore
 
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
-        """Note the loss; look at it now if gradients are used in backward.
-
-        Raises:
-            RefusedStepError: it isn't finite, or a spike.
-        """
+        """Note the loss; look at it now if gradients are used in backward."""
         if not self._calls:  # under manual optimization, after a step of this batch that was skipped
             self._calls.append(_Call((), ctx.window.latest or (0, 0), []))
         self._calls[-1].losses.append(loss.detach().reshape(()))
@@ -290,11 +270,7 @@ class FiniteGuard(Technique, Settings):
         self._norms[optimizer] = norm
 
     def _look(self, ctx: Run, optimizer: Optimizer) -> None:
-        """Look at losses and gradients before an update.
-
-        Raises:
-            RefusedStepError: one isn't finite, or the loss is a spike.
-        """
+        """Look at losses and gradients before an update."""
         try:
             if self._waiting is not None:
                 self._judge_waiting()
@@ -403,11 +379,7 @@ class FiniteGuard(Technique, Settings):
             self._note_mean(mean, self._step)
 
     def _note_mean(self, loss: float, step: int) -> None:
-        """Compare the mean loss of a window with those of the last steps.
-
-        Raises:
-            RefusedStepError: it is a spike, and the run doesn't go on with it.
-        """
+        """Compare the mean loss of a window with those of the last steps."""
         if self.spike == "ignore":
             return
         bound = self._spikes.bound()
@@ -459,11 +431,7 @@ class FiniteGuard(Technique, Settings):
         return None
 
     def _end_window(self, ctx: Run) -> None:
-        """End a window whose step was taken, or left out by the scaler of ``16-mixed``.
-
-        Raises:
-            RefusedStepError: the loss scale has become too small.
-        """
+        """End a window whose step was taken, or left out by the scaler of ``16-mixed``."""
         self._in_a_row = 0
         if self._waiting is not None:
             if self._waiting.fused is None:
@@ -486,11 +454,7 @@ class FiniteGuard(Technique, Settings):
             vars(optimizer).pop("found_inf", None)
 
     def _left_out_by_engine(self, ctx: Run) -> None:
-        """Count a step that the engine left out to find a loss scale.
-
-        Raises:
-            RefusedStepError: the precision has no loss scale.
-        """
+        """Count a step that the engine left out to find a loss scale."""
         if not ctx.precision.startswith("16"):
             raise RefusedStepError("a gradient is not finite, and the engine has left out the step")
         self.skipped_by_scaler += 1
@@ -519,11 +483,7 @@ class FiniteGuard(Technique, Settings):
             raise error
 
     def _decide(self, ctx: Run, failure: RefusedStepError, optimizers: Sequence[Optimizer]) -> None:
-        """Drop the window, and return if its step is skipped.
-
-        Raises:
-            RefusedStepError: the run stops.
-        """
+        """Drop the window, and return if its step is skipped."""
         self._step_anew(ctx)
         if self._waiting is not None and self._waiting.fused is None:
             waiting, self._waiting = self._waiting, None
@@ -655,11 +615,7 @@ class FiniteGuard(Technique, Settings):
         return {"losses": [*self._spikes.losses], "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the saved run's losses.
-
-        Raises:
-            CheckpointError: a key is missing or unknown.
-        """
+        """Load the saved run's losses."""
         if set(state_dict) != {"losses", "in_a_row"}:
             raise CheckpointError(
                 f"callback.finite_guard: the checkpoint's state has {', '.join(state_dict)}; expected are losses,"

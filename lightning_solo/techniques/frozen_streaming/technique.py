@@ -52,11 +52,7 @@ class FrozenStreaming(Technique, Settings):
         return tuple(self._blocks)
 
     def transform(self, ctx: Run) -> None:
-        """Keep the blocks' weights on the host while the module moves to the device; each block loads its own.
-
-        Raises:
-            ConflictError: a block is compiled, alone or with others; or there are two of these techniques.
-        """
+        """Keep the blocks' weights on the host while the module moves to the device; each block loads its own."""
         if [type(each) for each in ctx.techniques].count(type(self)) > 1:
             raise ConflictError("two FrozenStreaming in one run: drop one")
         self._ring, self._is_checked = None, False
@@ -68,11 +64,7 @@ class FrozenStreaming(Technique, Settings):
 
     @contextmanager
     def _moving(self, ctx: Run, blocks: Mapping[str, nn.Module], records: Mapping[str, Streamed]) -> Iterator[None]:
-        """Copy the frozen weights, which have their final type by now, to the host; move the module without them.
-
-        Raises:
-            NothingToDoError: no block has a frozen weight.
-        """
+        """Copy the frozen weights, which have their final type by now, to the host; move the module without them."""
         self._ring = start_ring(ctx.module, blocks, records, ctx.device, self.window, ctx.training)
         if self._ring is None and not ctx.training:
             yield

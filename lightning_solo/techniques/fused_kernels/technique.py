@@ -40,12 +40,7 @@ class FusedKernels(Technique, Settings):
         return {name: computation.kernel for name, computation in self._computations.items()}
 
     def transform(self, ctx: Run) -> None:
-        """Replace the layers' forward.
-
-        Raises:
-            CapabilityError: the device isn't CUDA, or Liger isn't installed.
-            NothingToDoError: the model has no layer for a requested kernel.
-        """
+        """Replace the layers' forward."""
         back_end = self._back_end(ctx.device)
         names = KERNELS if self.kernels == AUTO else [self.kernels] if isinstance(self.kernels, str) else self.kernels
         computations, left_out = fusable_layers(ctx.module, names, back_end, ctx.device)

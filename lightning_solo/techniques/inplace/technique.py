@@ -52,11 +52,7 @@ class InPlace(Technique, Settings):
         return list(self._parts)
 
     def transform(self, ctx: Run) -> None:
-        """Prepare the check.
-
-        Raises:
-            ConflictError: the module optimizes manually, so that a batch can't run twice.
-        """
+        """Prepare the check."""
         if not ctx.training:
             return
         if not ctx.module.automatic_optimization:
@@ -81,11 +77,7 @@ class InPlace(Technique, Settings):
         return proceed(*args, **kwargs)
 
     def _check_again(self, ctx: Run, step: Callable[[], Any]) -> None:
-        """Refuse a module that reads an input since a batch after the first.
-
-        Raises:
-            ConflictError: names the parts.
-        """
+        """Refuse a module that reads an input since a batch after the first."""
         self._changed.close()
         reasons = _restored(ctx, readers, self._parts, step)
         if read := [f"{name} ({reason})" for name, reason in reasons.items() if reason != NOT_CALLED]:
@@ -112,11 +104,7 @@ class InPlace(Technique, Settings):
     # --- the check ---
 
     def _check(self, ctx: Run, step: Callable[[], Any]) -> dict[str, Any]:
-        """Return the parts that may run in place, by name.
-
-        Raises:
-            NothingToDoError: there are none, or the gradients differ.
-        """
+        """Return the parts that may run in place, by name."""
         parts = candidates(ctx.module)
         if not self.dropouts:
             parts = {name: part for name, part in parts.items() if not isinstance(part, DROPOUTS)}

@@ -33,12 +33,7 @@ class ItemCache(Technique, Settings):
         self._reported = False
 
     def loader(self, ctx: Run, loader: Any) -> Any:
-        """Return a copy of the loader with a cached data set.
-
-        Raises:
-            ConflictError: the loader has no map-style data set, or its items change from load to load.
-            CapabilityError: the store can't be created.
-        """
+        """Return a copy of the loader with a cached data set."""
         if reason := _no_items(loader):
             raise ConflictError(f"callback.item_cache and {reason}, or write ~callback.item_cache")
         dataset = loader.dataset

@@ -43,13 +43,7 @@ class LayerDrop(Technique, Settings):
         return () if self._drop is None else tuple(sorted(self._drop.skipped))
 
     def transform(self, ctx: Run) -> None:
-        """Make the blocks skippable.
-
-        Raises:
-            NothingToDoError: there are no such blocks.
-            PresetError: there are at most ``count`` blocks.
-            ConflictError: the module around them is compiled.
-        """
+        """Make the blocks skippable."""
         blocks = named_blocks(ctx.module, self.blocks, "callback.layer_drop.blocks")
         inner = set(blocks.values())
         for name, part in ctx.module.named_modules():
@@ -95,11 +89,7 @@ class LayerDrop(Technique, Settings):
         return dict(self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the draws of the saved run.
-
-        Raises:
-            CheckpointError: a key is missing or unknown, or a value isn't an integer.
-        """
+        """Continue the draws of the saved run."""
         if tuple(sorted(state_dict)) != STATE or any(type(value) is not int for value in state_dict.values()):
             raise CheckpointError(
                 f"the checkpoint's state of LayerDrop is {state_dict}; it holds exactly the integers {', '.join(STATE)}"

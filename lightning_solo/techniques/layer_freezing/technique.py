@@ -44,13 +44,7 @@ class LayerFreezing(Technique, Settings):
         self._now: int | str | None = "unset"
 
     def transform(self, ctx: Run) -> None:
-        """Freeze what is never trained; what a milestone unfreezes is frozen when training starts.
-
-        Raises:
-            NothingToDoError: nothing is to be frozen, or a pattern matches nothing, or there are no blocks.
-            PresetError: nothing would be trained, or there are fewer blocks than a setting says.
-            ConflictError: a callback of Lightning unfreezes parts, too.
-        """
+        """Freeze what is never trained; what a milestone unfreezes is frozen when training starts."""
         if not ctx.training:
             return
         refuse_callbacks(OPTION, frozenset({"trained_parameters"}), ctx.trainer.callbacks)

@@ -32,12 +32,7 @@ class LengthBucketing(Technique, Settings):
         self.padding_after: float | None = None
 
     def loader(self, ctx: Run, loader: Any) -> Any:
-        """Return the loader with other batches.
-
-        Raises:
-            ConflictError: its batches can't be replaced, its data set is empty, or the lengths can't be read.
-            NothingToDoError: no batch has padding.
-        """
+        """Return the loader with other batches."""
         require_own_batches(loader, "callback.length_bucketing")
         if not len(loader.dataset):
             raise ConflictError(

@@ -39,12 +39,7 @@ class LowPrecisionMatmul(Technique, Settings):
         return tuple(self._layers)
 
     def transform(self, ctx: Run) -> None:
-        """Replace the layers' products.
-
-        Raises:
-            CapabilityError: the device can't multiply in this format.
-            NothingToDoError: no block has a linear layer of suitable sizes.
-        """
+        """Replace the layers' products."""
         self._check(ctx.device)
         blocks = named_blocks(ctx.module, self.blocks, "callback.low_precision_matmul.blocks")
         multiply = product(self.format, ctx.device)

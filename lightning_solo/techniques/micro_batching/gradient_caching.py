@@ -104,11 +104,7 @@ class Embedding:
             )
 
     def _join(self, outputs: Sequence[Any], samples: Sequence[int]) -> Any:
-        """Return the outputs of parts as the output of the whole batch.
-
-        Raises:
-            ConflictError: a tensor has another number of rows than samples.
-        """
+        """Return the outputs of parts as the output of the whole batch."""
         by_path = [dict(leaves(output)) for output in outputs]
 
         def join(path: str, leaf: Any) -> Any:
@@ -124,11 +120,7 @@ class Embedding:
         return map_leaves(outputs[-1], join)
 
     def _compare(self, owner: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Compare the embeddings of as many samples as a part has, together and in halves; all state is restored.
-
-        Raises:
-            ConflictError: they differ.
-        """
+        """Compare the embeddings of as many samples as a part has, together and in halves; all state is restored."""
         assert self.size is not None  # checked by the caller
         args, kwargs, samples = self.split(args, kwargs, max(self.size, 2))[0]
         device = next((p.device for p in owner.parameters()), torch.device("cpu"))

@@ -136,12 +136,7 @@ class MicroBatching(Technique, Settings):
             ctx.undo.enter_context(patches.stepping_batches(trainer, self._global.count_steps))
 
     def transform(self, ctx: Run) -> None:
-        """Refuse modules and strategies that don't leave forward and backward to Lightning.
-
-        Raises:
-            ConflictError: manual optimization, a strategy that accumulates itself, or a ``training_step`` that takes
-                the loader's iterator.
-        """
+        """Refuse modules and strategies that don't leave forward and backward to Lightning."""
         name = type(ctx.module).__name__
         if not ctx.module.automatic_optimization:
             raise ConflictError(
@@ -166,11 +161,7 @@ class MicroBatching(Technique, Settings):
             self._embeddings.append(embedding)
 
     def _look_at_gradients(self, ctx: Run) -> None:
-        """Refuse a ``backward`` that uses gradients; warn of hooks of parameters.
-
-        Raises:
-            ConflictError: the module's ``backward`` uses ``.grad``, which is that of the parts so far.
-        """
+        """Refuse a ``backward`` that uses gradients; warn of hooks of parameters."""
         name = type(ctx.module).__name__
         if part(ctx.home, "utilities.model_helpers").is_overridden("backward", ctx.module) and uses_gradients(
             ctx.module.backward
@@ -200,11 +191,7 @@ class MicroBatching(Technique, Settings):
         return loader
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse layers whose output depends on the whole batch, or whose state changes in each forward.
-
-        Raises:
-            ConflictError: there are BatchNorm layers or layers with `spectral_norm` in training mode; names them.
-        """
+        """Refuse layers whose output depends on the whole batch, or whose state changes in each forward."""
         layers = [
             name
             for name, part in pl_module.named_modules()
@@ -247,11 +234,7 @@ class MicroBatching(Technique, Settings):
         self._window.append(Waiting(batch, batch_idx))
 
     def _resume_window(self, device: torch.device, before: int, factor: int) -> None:
-        """Restore the batches that waited when the checkpoint was saved.
-
-        Raises:
-            CheckpointError: the checkpoint lacks them, or was saved with another number of batches per step.
-        """
+        """Restore the batches that waited when the checkpoint was saved."""
         resumed, self._resumed = self._resumed, None
         if isinstance(resumed, str):
             raise CheckpointError(
@@ -363,9 +346,6 @@ class MicroBatching(Technique, Settings):
 
         If all its rows have as many labels, a mean over tokens is one over samples too. Then it is checked once more,
         before the first batch whose rows differ among the first `LOOKED_AT`.
-
-        Raises:
-            ConflictError: the loss of a batch isn't the mean over its parts.
         """
         if not self.check or self._looked_at >= LOOKED_AT:
             return
@@ -382,11 +362,7 @@ class MicroBatching(Technique, Settings):
         return part.samples or self._splitter.samples(part.data)
 
     def _require_embeddings(self) -> None:
-        """Check that each part that was named to embed samples has run.
-
-        Raises:
-            ConflictError: one hasn't.
-        """
+        """Check that each part that was named to embed samples has run."""
         for embedding in self._embeddings:
             if not embedding.calls:
                 raise ConflictError(
@@ -473,11 +449,7 @@ class MicroBatching(Technique, Settings):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the saved run's sizes and waiting batches.
-
-        Raises:
-            CheckpointError: a key is missing or unknown, or a size isn't an integer.
-        """
+        """Load the saved run's sizes and waiting batches."""
         expected = self._size.state()
         sizes = {key: value for key, value in state_dict.items() if key != "waiting"}
         if set(sizes) != set(expected) or not all(value is None or type(value) is int for value in sizes.values()):

@@ -60,11 +60,7 @@ class OptimizerReplacement(AveragedWeights, Settings):
         self._is_same = False  # whether it is of the class of the module's own
 
     def transform(self, ctx: Run) -> None:
-        """Refuse manual optimization.
-
-        Raises:
-            ConflictError: the module steps its optimizers itself.
-        """
+        """Refuse manual optimization."""
         if ctx.training and not ctx.module.automatic_optimization:
             raise ConflictError(
                 f"{OPTION} with manual optimization: the module steps its optimizers itself; write ~{OPTION}, and"
@@ -72,13 +68,7 @@ class OptimizerReplacement(AveragedWeights, Settings):
             )
 
     def optimizers(self, ctx: Run, optimizers: list[Optimizer], schedulers: Sequence[Any]) -> list[Optimizer]:
-        """Return the new optimizer.
-
-        Raises:
-            ConflictError: there are several optimizers, or its rates or schedulers don't suit the new one.
-            NothingToDoError: there is no optimizer, or Muon finds no matrices in blocks.
-            PresetError: the optimizer has no such option.
-        """
+        """Return the new optimizer."""
         old = _the_optimizer(optimizers)
         if self.schedule is not None:
             _drop_schedule(old)

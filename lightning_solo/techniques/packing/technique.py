@@ -49,12 +49,7 @@ class Packing(Technique, Settings):
         self._documents: TwoDocuments | None = None  # still to be compared
 
     def transform(self, ctx: Run) -> None:
-        """Find the models' configurations that create caches.
-
-        Raises:
-            ConflictError: ``training_step`` optimizes manually or takes the loader's iterator, so it can't run for two
-                documents.
-        """
+        """Find the models' configurations that create caches."""
         name = type(ctx.module).__name__
         if not ctx.module.automatic_optimization:
             raise ConflictError(
@@ -70,13 +65,7 @@ class Packing(Technique, Settings):
         self._configs = caching_configs(ctx.module)
 
     def loader(self, ctx: Run, loader: Any) -> Any:
-        """Return the loader with packed batches.
-
-        Raises:
-            ConflictError: its batches can't be replaced, the lengths can't be read, or the collate function doesn't
-                suit packing.
-            NothingToDoError: each row has a single document, or there is no padding.
-        """
+        """Return the loader with packed batches."""
         require_own_batches(loader, "callback.packing")
 
         def report(done: int, count: int) -> None:
@@ -112,11 +101,7 @@ class Packing(Technique, Settings):
         return packed
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that there is one loader.
-
-        Raises:
-            ConflictError: there are several.
-        """
+        """Check that there is one loader."""
         require_one_loader(trainer.train_dataloader, "callback.packing", "write ~callback.packing")
 
     def training_step(self, ctx: Run, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -38,11 +38,7 @@ class Prefetch(Technique, Settings):
         self._acts = False
 
     def loader(self, ctx: Run, loader: Any) -> Any:
-        """Wrap the loader in a `Prefetcher`.
-
-        Raises:
-            ConflictError: the loader has no workers, and the precision changes torch's default dtype for a step.
-        """
+        """Wrap the loader in a `Prefetcher`."""
         while isinstance(loader, Prefetcher):  # from an earlier fit, in a user's CombinedLoader
             loader = loader.loader
         has_workers = getattr(loader, "num_workers", 0) > 0
@@ -60,11 +56,7 @@ class Prefetch(Technique, Settings):
         return ahead
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Check that a loader is prefetched.
-
-        Raises:
-            NothingToDoError: on a CPU, if all loaders have workers.
-        """
+        """Check that a loader is prefetched."""
         acts, self._acts = self._acts, False
         if not acts:
             raise NothingToDoError(

@@ -56,11 +56,7 @@ class Profile(Technique, Settings):
     # --- when ---
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Join a fit.
-
-        Raises:
-            ConflictError: another torch profiler would run at the same time.
-        """
+        """Join a fit."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return

@@ -201,9 +201,6 @@ class Structured:
         """Return for each structure which units are kept: those with the largest norms.
 
         A trial takes the smallest below the threshold, which norms may fall below later.
-
-        Raises:
-            ConflictError: all units of a layer would be removed.
         """
         settings, amount = self._settings, self._amount or 0.0
         scores = {each.layer: each.scores(self._module) for each in structures}

@@ -62,12 +62,7 @@ class Pruning(Technique, Settings):
     # --- a fit ---
 
     def transform(self, ctx: Run) -> None:
-        """Find the weights to prune.
-
-        Raises:
-            NothingToDoError: no setting says how many, there is no weight to prune, or a pattern matches nothing.
-            ConflictError: a chosen weight can't be pruned.
-        """
+        """Find the weights to prune."""
         if not ctx.training:
             return
         if self.amount is None and self.threshold is None and self.pattern != FOURS:
@@ -90,13 +85,7 @@ class Pruning(Technique, Settings):
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the masks of a checkpoint, and check the schedule against the run.
-
-        Raises:
-            PresetError: the mask would change after the last step, or should have changed before the first one.
-            NothingToDoError: the share of pruned weights is less than one weight.
-            CheckpointError: the checkpoint's masks are of other weights.
-        """
+        """Take the masks of a checkpoint, and check the schedule against the run."""
         ctx, choice = self.ctx, self._choice
         assert ctx is not None  # joined in setup
         self._seen = step = optimizer_steps(trainer)
@@ -241,11 +230,7 @@ class Pruning(Technique, Settings):
         return {"at": self._at, "masks": {name: mask.cpu() for name, mask in self._packed().items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the saved run's masks.
-
-        Raises:
-            CheckpointError: a key is missing or unknown.
-        """
+        """Load the saved run's masks."""
         if set(state_dict) != STATE:
             raise CheckpointError(
                 f"{OPTION}: the checkpoint's state has {', '.join(state_dict)}; expected are {', '.join(sorted(STATE))}"
@@ -253,11 +238,7 @@ class Pruning(Technique, Settings):
         self._at, self._saved = int(state_dict["at"]), dict(state_dict["masks"])
 
     def _load(self, masks: WeightMasks) -> None:
-        """Replace new masks by saved ones.
-
-        Raises:
-            CheckpointError: they are of other weights.
-        """
+        """Replace new masks by saved ones."""
         sizes = {name: mask.numel() for name, mask in masks.packed.items()}
         saved = {name: mask.numel() for name, mask in self._saved.items()}
         if other := [name for name in {**sizes, **saved} if sizes.get(name) != saved.get(name)]:

@@ -49,13 +49,7 @@ class Quantization(Technique, Settings):
         return (*self._choice.layers, *self._choice.insides) if self._rounding.active else ()
 
     def transform(self, ctx: Run) -> None:
-        """Make the layers round their weights.
-
-        Raises:
-            NothingToDoError: there is no such layer, or a pattern matches none.
-            PresetError: the size of a group doesn't divide a layer's inputs.
-            ConflictError: a weight can't be rounded.
-        """
+        """Make the layers round their weights."""
         if not ctx.training:
             return
         self._choice = choice = chosen_layers(ctx.module, self._rounding, self.layers, OPTION)

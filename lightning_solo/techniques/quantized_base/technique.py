@@ -51,13 +51,7 @@ class QuantizedBase(Technique, Settings):
         return dict(self._weights)
 
     def transform(self, ctx: Run) -> None:
-        """Quantize the weights one by one, on the device of the run.
-
-        Raises:
-            NothingToDoError: no frozen weight can be quantized, or a pattern matches none.
-            ConflictError: a pattern matches a weight that is trained, or peft's ``modules_to_save`` a quantized layer;
-                or a callback of Lightning copies the module or unfreezes it.
-        """
+        """Quantize the weights one by one, on the device of the run."""
         refuse_callbacks(OPTION, frozenset({"layers", "trained_parameters"}), ctx.trainer.callbacks)
         before = quantized_weights_of(ctx.module)
         if copies := [name.rpartition(".")[0] for name in before if "modules_to_save" in name.split(".")]:

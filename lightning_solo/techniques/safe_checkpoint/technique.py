@@ -52,12 +52,7 @@ class SafeCheckpoint(Technique, Settings):
         self._saved_at = 0.0  # by the clock that never goes back
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Replace Lightning's reader and writer of checkpoints.
-
-        Raises:
-            CheckpointError: the Trainer has another one, from ``plugins=``.
-            ConflictError: the Trainer has two `SafeCheckpoint`.
-        """
+        """Replace Lightning's reader and writer of checkpoints."""
         if sum(isinstance(each, SafeCheckpoint) for each in trainer.callbacks) > 1:
             raise ConflictError("two SafeCheckpoint in one run: drop one")
         super().setup(trainer, pl_module, stage)
@@ -69,11 +64,7 @@ class SafeCheckpoint(Technique, Settings):
             self.ctx.undo.callback(self._io.release)  # a failed set-up has no teardown
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Lock the folders of the Trainer's checkpoints.
-
-        Raises:
-            CheckpointError: another run writes there, or a folder is on another machine.
-        """
+        """Lock the folders of the Trainer's checkpoints."""
         assert self._io is not None
         self._io.holds_locks = True
         self._stepping_from = None
@@ -145,11 +136,7 @@ class SafeCheckpoint(Technique, Settings):
         self._signals = None
 
     def _look(self, trainer: Any) -> None:
-        """Save and end if a signal has asked for it.
-
-        Raises:
-            SystemExit: 143 after SIGTERM, 130 after SIGINT.
-        """
+        """Save and end if a signal has asked for it."""
         if self._signals is not None and trainer.strategy.reduce_boolean_decision(bool(self._signals), all=False):
             self._signals[:] = of_all_processes(self._signals)
         if not self._signals:

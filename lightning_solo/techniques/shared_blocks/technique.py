@@ -46,14 +46,7 @@ class SharedBlocks(Technique, Settings):
         return dict(self._names)
 
     def transform(self, ctx: Run) -> None:
-        """Share parameters.
-
-        Raises:
-            NothingToDoError: no two blocks have the same parameters.
-            PresetError: the group doesn't divide the number of blocks.
-            ConflictError: weights have 4 or 8 bits; the blocks are experts of a mixture; or a callback of Lightning
-                copies the module before.
-        """
+        """Share parameters."""
         if not ctx.training:
             return
         refuse_callbacks(OPTION, frozenset({"layers"}), ctx.trainer.callbacks)
@@ -126,11 +119,7 @@ class _SharedCheckpoint(Checkpoint):
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:
-        """Share parameters, before another technique changes them, and load weights.
-
-        Raises:
-            CheckpointError: they are of a run without shared blocks, or of other groups.
-        """
+        """Share parameters, before another technique changes them, and load weights."""
         record = patches.loaded_checkpoint(self._ctx.trainer).get(RECORD)
         if not self._ctx.training:
             yield

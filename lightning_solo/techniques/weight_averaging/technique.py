@@ -73,11 +73,7 @@ class WeightAverage(AveragedWeights, Settings):
             join(self, trainer)
 
     def transform(self, ctx: Run) -> None:
-        """Check that nothing else averages.
-
-        Raises:
-            ConflictError: a callback of Lightning does, or there are two of these, or the strategy divides the weights.
-        """
+        """Check that nothing else averages."""
         if not ctx.training:
             return
         refuse_callbacks(OPTION, frozenset({"averaged_weights"}), ctx.trainer.callbacks)
@@ -90,14 +86,7 @@ class WeightAverage(AveragedWeights, Settings):
             )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note the trained parameters; a loaded average must be of them.
-
-        Raises:
-            BudgetError: the host has no room for the average.
-            ConflictError: an optimizer averages.
-            CheckpointError: the checkpoint's average is of other parameters.
-            NothingToDoError: nothing is trained.
-        """
+        """Note the trained parameters; a loaded average must be of them."""
         assert self.ctx is not None  # joined in setup
         if free := averaging(self.ctx):
             raise ConflictError(
@@ -157,11 +146,7 @@ class WeightAverage(AveragedWeights, Settings):
     # --- updates ---
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Count steps from now on.
-
-        Raises:
-            PresetError: the first update would come after the end of the run, or there are no cycles.
-        """
+        """Count steps from now on."""
         assert self.ctx is not None
         if self._seen is None:
             self._seen = trainer.global_step
@@ -308,11 +293,7 @@ class WeightAverage(AveragedWeights, Settings):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the average of a checkpoint.
-
-        Raises:
-            CheckpointError: it is of another method, or no state of this technique.
-        """
+        """Continue the average of a checkpoint."""
         if missing := sorted({"method", "updates", "steps", "seen", AVERAGE} - state_dict.keys()):
             raise CheckpointError(
                 f"{OPTION}: the checkpoint's state of {type(self).__name__} lacks {listed(missing)}: another class of"
