@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 _ATOMS = (str, bytes, bytearray, range, int, float, NoneType, type)
 
@@ -63,7 +63,9 @@ def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_of(thing: Any) -> Iterator[Tensor]:
-    """Yield each tensor of a batch once, also those in attributes of objects, such as graphs; cycles are allowed.
+    """Yield each tensor of a batch once, also those in attributes of objects, such as graphs, but not of modules.
+
+    Cycles are allowed.
 
     >>> [tuple(tensor.shape) for tensor in tensors_of({"x": Tensor(2, 3), "label": [Tensor(2), "a"]})]
     [(2, 3), (2,)]
@@ -72,7 +74,7 @@ def tensors_of(thing: Any) -> Iterator[Tensor]:
     ahead = [thing]
     while ahead:
         value = ahead.pop()
-        if id(value) in seen or isinstance(value, _ATOMS):
+        if id(value) in seen or isinstance(value, (*_ATOMS, nn.Module)):
             continue
         seen[id(value)] = value
         if isinstance(value, Tensor):

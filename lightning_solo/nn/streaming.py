@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
+from lightning_solo.data.nested import tensors_of
 from lightning_solo.errors import ConflictError
 from lightning_solo.memory.block_ring import BlockRing
 from lightning_solo.nn.forwards import original_forward, record_of, replace_forward, restore_forwards
@@ -90,13 +90,13 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     streamed, original = record_of(block, Streamed), original_forward(block, Streamed)
     if streamed is None or streamed.ring is None:
         return original(*args, **kwargs)
-    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    inputs = list(tensors_of((args, kwargs)))
     given = {id(x): x.grad_fn for x in [*inputs, *map(hooked, inputs)]}
     with streamed.loaded():
         output = original(*args, **kwargs)
     if torch.is_grad_enabled():
-        for tensor in tree_leaves(output):
-            if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+        for tensor in tensors_of(output):
+            if not tensor.requires_grad:
                 continue
             made = hooked(tensor)
             if given.get(id(made), ()) is not made.grad_fn:  # else the block passes on what others made

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,4 +116,41 @@ def test_a_block_is_not_loaded_for_what_it_passes_on() -> None:
     ring, end = streamed(model)
     assert torch.equal(gradient(), resident)
     assert ring.copies == 5 + 3  # two of five stay where the order turns
+    end()
+
+
+@dataclass
+class Hidden:
+    """What a block returns and takes."""
+
+    x: Tensor
+
+
+class Returning(nn.Module):
+    """A block of frozen weights, whose hidden states are in an object."""
+
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        super().__init__()
+        self.kind, self.scale, self.linear = kind, nn.Parameter(torch.full((8,), 2.0)), nn.Linear(8, 8)
+        self.linear.requires_grad_(False)
+
+    def forward(self, hidden: Any) -> Any:
+        return self.kind(x=(self.linear(hidden.x) * self.scale).tanh())
+
+
+@pytest.mark.parametrize("kind", [Hidden, SimpleNamespace])
+def test_backward_loads_a_block_whose_output_is_in_an_object(kind: Callable[..., Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList(Returning(kind) for _ in range(5))
+
+    def gradient() -> Tensor:
+        hidden = kind(x=torch.ones(2, 8))
+        for block in model:
+            hidden = block(hidden)
+        return torch.autograd.grad(hidden.x.sum(), model[0].scale)[0]
+
+    resident = gradient()
+    ring, end = streamed(model)
+    assert torch.equal(gradient(), resident)
+    assert ring.copies == 5 + 3
     end()
