@@ -24,16 +24,11 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True)
 class Cell:
-    """A text, and its value; both are empty if nothing is known.
-
-    Attributes:
-        value: for sorting and for CSV; numbers are aligned to the right.
-        style: rich's style on the terminal.
-    """
+    """A text, and its value; both are empty if nothing is known."""
 
     text: str = ""
-    value: float | str | None = None
-    style: str = ""
+    value: float | str | None = None  # for sorting and for CSV; numbers are aligned to the right
+    style: str = ""  # rich's style on the terminal
 
     @property
     def is_number(self) -> bool:

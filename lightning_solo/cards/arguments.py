@@ -27,21 +27,13 @@ class Foreign:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One keyword argument.
+    """One keyword argument."""
 
-    Attributes:
-        kind: its annotation.
-        default: its default, or `REQUIRED`.
-        allowed: the allowed values; empty if every value of the type is allowed.
-        at_least: the smallest allowed number.
-        check: an additional check of the value.
-    """
-
-    kind: Any
-    default: Any = REQUIRED
-    allowed: tuple[Any, ...] = ()
-    at_least: float | None = None
-    check: Check | None = None
+    kind: Any  # its annotation
+    default: Any = REQUIRED  # its default, or `REQUIRED`
+    allowed: tuple[Any, ...] = ()  # the allowed values; empty if every value of the type is allowed
+    at_least: float | None = None  # the smallest allowed number
+    check: Check | None = None  # an additional check of the value
 
     def complaint(self, value: Any) -> str | None:
         """Return what is wrong with a value and what to write instead, or None."""

@@ -29,17 +29,11 @@ GROUP = "lightning_solo.techniques"
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All known techniques.
+    """All known techniques."""
 
-    Attributes:
-        cards: by name; ours come first.
-        folders: of other packages' presets; each has a folder ``solo``.
-        broken: entry point -> why its technique is left out.
-    """
-
-    cards: Mapping[str, Card]
-    folders: tuple[Path, ...]
-    broken: MappingProxyType[str, str]
+    cards: Mapping[str, Card]  # by name; ours come first
+    folders: tuple[Path, ...]  # of other packages' presets; each has a folder ``solo``
+    broken: MappingProxyType[str, str]  # entry point -> why its technique is left out
 
     def group(self, group: str) -> dict[str, Card]:
         """Return the cards of Hydra's group ``callback`` or ``strategy``, by name."""

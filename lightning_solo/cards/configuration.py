@@ -16,17 +16,11 @@ CUDA_PRECISIONS = ("16-mixed", "16-true", "transformer-engine", "transformer-eng
 
 @dataclass(frozen=True)
 class Chosen:
-    """A technique in a configuration.
+    """A technique in a configuration."""
 
-    Attributes:
-        card: of the technique.
-        settings: an instance of ``card.settings``.
-        option: path of the settings, such as ``"callback.memory_logger"``.
-    """
-
-    card: Card
-    settings: Any
-    option: str
+    card: Card  # of the technique
+    settings: Any  # an instance of ``card.settings``
+    option: str  # path of the settings, such as ``"callback.memory_logger"``
 
     @property
     def choice(self) -> str:
@@ -45,61 +39,39 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Target:
-    """A callback or strategy that the user names by ``_target_``.
+    """A callback or strategy that the user names by ``_target_``."""
 
-    Attributes:
-        option: its path, such as ``"callback.mine"`` or ``"strategy"``.
-        node: ``_target_`` and its arguments, in plain containers.
-        allow: prefixes of ``_target_`` that the user trusts.
-    """
-
-    option: str
-    node: Mapping[str, Any]
-    allow: tuple[str, ...]
+    option: str  # its path, such as ``"callback.mine"`` or ``"strategy"``
+    node: Mapping[str, Any]  # ``_target_`` and its arguments, in plain containers
+    allow: tuple[str, ...]  # prefixes of ``_target_`` that the user trusts
 
 
 @dataclass(frozen=True)
 class AutoSettings:
-    """The settings of the preset `auto`.
+    """The settings of the preset `auto`."""
 
-    Attributes:
-        device: name of the device to plan for; None for this machine's.
-        budget: usable device memory, in bytes or as "16GiB"; None for all.
-        accept_tight: whether a plan may leave less than 5 % of the memory.
-        presets: candidates; None for all presets that train as the module does, and for the solved plan, whose name
-            among candidates is ``solved``.
-        save_preset: name of the file in ``conf/solo`` to which a chosen solved plan is written; None for none.
-        whole_batch: whether the solved plan runs each batch as a whole, in no micro-batches.
-    """
-
-    device: str | None = None
-    budget: int | str | None = None
-    accept_tight: bool = False
+    device: str | None = None  # name of the device to plan for; None for this machine's
+    budget: int | str | None = None  # usable device memory, in bytes or as "16GiB"; None for all
+    accept_tight: bool = False  # whether a plan may leave less than 5 % of the memory
+    # candidates; None for all presets that train as the module does, and for the solved plan, whose name among
+    # candidates is ``solved``
     presets: tuple[str, ...] | None = None
+    # name of the file in ``conf/solo`` to which a chosen solved plan is written; None for none
     save_preset: str | None = None
-    whole_batch: bool = False
+    whole_batch: bool = False  # whether the solved plan runs each batch as a whole, in no micro-batches
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A parsed and checked preset. None stands for a Trainer argument that the preset doesn't set.
+    """A parsed and checked preset. None stands for a Trainer argument that the preset doesn't set."""
 
-    Attributes:
-        precision: Lightning's long name, or None.
-        accumulate_grad_batches: micro-batches per optimizer step, or None.
-        devices: number of devices; None for the Trainer's under an engine, else for one.
-        techniques: in the order of the preset.
-        foreign: callbacks and strategy that the user names by ``_target_``.
-        auto: settings of `auto`; None for any other preset.
-        preset: the name that the user chose, or several as ``"[compact,checkpointing]"``; empty if it is unknown.
-    """
-
-    precision: str | None = None
-    accumulate_grad_batches: int | None = None
-    devices: int | None = None
-    techniques: tuple[Chosen, ...] = ()
-    foreign: tuple[Target, ...] = ()
-    auto: AutoSettings | None = None
+    precision: str | None = None  # Lightning's long name, or None
+    accumulate_grad_batches: int | None = None  # micro-batches per optimizer step, or None
+    devices: int | None = None  # number of devices; None for the Trainer's under an engine, else for one
+    techniques: tuple[Chosen, ...] = ()  # in the order of the preset
+    foreign: tuple[Target, ...] = ()  # callbacks and strategy that the user names by ``_target_``
+    auto: AutoSettings | None = None  # settings of `auto`; None for any other preset
+    # the name that the user chose, or several as ``"[compact,checkpointing]"``; empty if it is unknown
     preset: str = field(default="", compare=False)
 
     @property

@@ -23,19 +23,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Request:
-    """Input of a footprint function.
+    """Input of a footprint function."""
 
-    Attributes:
-        sizes: of the module.
-        precision: Lightning's long name, or None.
-        accumulation: micro-batches per optimizer step.
-        cuda: whether the device is a GPU.
-    """
-
-    sizes: Sizes
-    precision: str | None
-    accumulation: int
-    cuda: bool
+    sizes: Sizes  # of the module
+    precision: str | None  # Lightning's long name, or None
+    accumulation: int  # micro-batches per optimizer step
+    cuda: bool  # whether the device is a GPU
 
 
 @dataclass(frozen=True)

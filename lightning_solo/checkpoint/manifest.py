@@ -31,24 +31,15 @@ class Entry:
 
     A line is written before its file gets its name. So a file is as it was written if any line has its hash, whatever
     happened in between, and a file may have been renamed.
-
-    Attributes:
-        file: its name in the folder.
-        step: optimizer steps at which it was saved.
-        epoch: the epoch at which it was saved, counted from 0.
-        size: its bytes.
-        sha256: its hash.
-        configuration: hash of what trained: techniques, parameters and their shapes; empty if unknown.
-        versions: package -> version that wrote it.
     """
 
-    file: str
-    step: int
-    epoch: int
-    size: int
-    sha256: str
-    configuration: str = ""
-    versions: dict[str, str] | None = None
+    file: str  # its name in the folder
+    step: int  # optimizer steps at which it was saved
+    epoch: int  # the epoch at which it was saved, counted from 0
+    size: int  # its bytes
+    sha256: str  # its hash
+    configuration: str = ""  # hash of what trained: techniques, parameters and their shapes; empty if unknown
+    versions: dict[str, str] | None = None  # package -> version that wrote it
 
 
 def append(folder: Path, entry: Entry, *, durable: bool = True) -> None:

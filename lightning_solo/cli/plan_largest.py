@@ -23,19 +23,12 @@ COARSE = 64
 
 @dataclass(frozen=True)
 class Setting:
-    """A numeric setting whose largest value is searched.
+    """A numeric setting whose largest value is searched."""
 
-    Attributes:
-        key: its name in the configuration, such as ``model.width``.
-        value: the first value that is planned.
-        multiple_of: the number that divides each value.
-        prefix: of its override: ``+`` for an argument that the configuration lacks.
-    """
-
-    key: str
-    value: int
-    multiple_of: int
-    prefix: str = ""
+    key: str  # its name in the configuration, such as ``model.width``
+    value: int  # the first value that is planned
+    multiple_of: int  # the number that divides each value
+    prefix: str = ""  # of its override: ``+`` for an argument that the configuration lacks
 
     def options(self, options: PlanOptions, value: int) -> PlanOptions:
         """Return the command line with a value."""

@@ -29,19 +29,12 @@ PATHS = ("path", "tokenizer", "chat_template", "new_tokens", "cache", "predict_p
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run to use again.
+    """A run to use again."""
 
-    Attributes:
-        folder: of the run.
-        checkpoint: the file with the weights to use.
-        checked: the run's configuration; a null of the model is the value that training took from the data.
-        seed: of the run.
-    """
-
-    folder: Path
-    checkpoint: Path
-    checked: CheckedConfig
-    seed: int
+    folder: Path  # of the run
+    checkpoint: Path  # the file with the weights to use
+    checked: CheckedConfig  # the run's configuration; a null of the model is the value that training took from the data
+    seed: int  # of the run
 
     def configuration(self) -> Configuration:
         """Return the preset, or what `auto` chose when the run began."""

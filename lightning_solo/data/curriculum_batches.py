@@ -19,20 +19,15 @@ from lightning_solo.data.epoch_batches import EpochBatches, epoch_generator
 class Pace:
     """Growth of a share to 1: Platanios et al. 2019, arXiv 1903.09848, equations 6 and 7.
 
-    Attributes:
-        start: the share at position 0.
-        duration: the position at which the share is 1.
-        schedule: ``"linear"``, or ``"root"``, which grows fast at first.
-
     >>> [Pace(0.1, 100, "linear").share(position) for position in (0, 50, 100, 200)]
     [0.1, 0.55, 1.0, 1.0]
     >>> round(Pace(0.1, 100, "root").share(25), 3)
     0.507
     """
 
-    start: float
-    duration: int
-    schedule: Literal["linear", "root"] = "linear"
+    start: float  # the share at position 0
+    duration: int  # the position at which the share is 1
+    schedule: Literal["linear", "root"] = "linear"  # ``"linear"``, or ``"root"``, which grows fast at first
 
     def share(self, position: float) -> float:
         """Return the share at a position."""

@@ -14,19 +14,13 @@ OPTION = "callback.micro_batching.weight_by"
 
 
 class MicroBatch(NamedTuple):
-    """A batch, or part of one, for one forward and backward.
+    """A batch, or part of one, for one forward and backward."""
 
-    Attributes:
-        data: a batch, or a part of one.
-        samples: number of samples; 0 for a single undivided batch, whose samples aren't counted.
-        batch: index of the batch that it is a part of.
-        share: its weight in the mean over all samples or tokens of all batches; 0 if it has no valid token, in which
-            case its loss may be NaN.
-    """
-
-    data: Any
-    samples: int
-    batch: int
+    data: Any  # a batch, or a part of one
+    samples: int  # number of samples; 0 for a single undivided batch, whose samples aren't counted
+    batch: int  # index of the batch that it is a part of
+    # its weight in the mean over all samples or tokens of all batches; 0 if it has no valid token, in which case its
+    # loss may be NaN
     share: float
 
 

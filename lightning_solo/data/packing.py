@@ -258,20 +258,13 @@ class TwoDocuments(NamedTuple):
     """Batches of two documents, of which only the second has labels.
 
     The loss is equal in the first three batches if the documents don't see one another.
-
-    Attributes:
-        in_row: both documents in one row.
-        beside_other: the same with other tokens in the first document.
-        by_itself: the second document alone.
-        joined: ``in_row`` with positions of a single document, so that tokens see both documents.
-        joined_to_other: ``beside_other`` with such positions.
     """
 
-    in_row: dict[str, Tensor]
-    beside_other: dict[str, Tensor]
-    by_itself: dict[str, Tensor]
-    joined: dict[str, Tensor]
-    joined_to_other: dict[str, Tensor]
+    in_row: dict[str, Tensor]  # both documents in one row
+    beside_other: dict[str, Tensor]  # the same with other tokens in the first document
+    by_itself: dict[str, Tensor]  # the second document alone
+    joined: dict[str, Tensor]  # ``in_row`` with positions of a single document, so that tokens see both documents
+    joined_to_other: dict[str, Tensor]  # ``beside_other`` with such positions
 
 
 def two_documents(loader: Any) -> TwoDocuments:

@@ -78,20 +78,13 @@ class _Order:
 
 @dataclass
 class _Position:
-    """A position in an epoch.
+    """A position in an epoch."""
 
-    Attributes:
-        done: batches that were returned.
-        ended: whether these are all of the epoch's batches.
-        order: the iterator with the order; None before the first epoch.
-        attributes: of samplers, from before the iterator was made.
-        before: records of the positions before the latest batches.
-    """
-
-    done: int = 0
-    ended: bool = False
-    order: Any = None
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    done: int = 0  # batches that were returned
+    ended: bool = False  # whether these are all of the epoch's batches
+    order: Any = None  # the iterator with the order; None before the first epoch
+    attributes: Mapping[str, Any] = field(default_factory=dict)  # of samplers, from before the iterator was made
+    # records of the positions before the latest batches
     before: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=KEPT - 1))
 
 

@@ -38,23 +38,14 @@ REMEDY = "write them anew by lightning-solo soft-labels"
 
 @dataclass(frozen=True)
 class Origin:
-    """Where soft labels come from.
+    """Where soft labels come from."""
 
-    Attributes:
-        teacher: digest of the teacher's weights.
-        name: of the teacher, for messages.
-        part: of the module whose inputs and outputs the labels are of.
-        vocabulary: width of its logits.
-        draws: words per position.
-        seed: of the draws.
-    """
-
-    teacher: str
-    name: str
-    part: str
-    vocabulary: int
-    draws: int
-    seed: int
+    teacher: str  # digest of the teacher's weights
+    name: str  # of the teacher, for messages
+    part: str  # of the module whose inputs and outputs the labels are of
+    vocabulary: int  # width of its logits
+    draws: int  # words per position
+    seed: int  # of the draws
 
     @property
     def dtype(self) -> Any:
@@ -69,15 +60,10 @@ class Origin:
 
 
 class Rows(NamedTuple):
-    """The identity of a batch's rows.
+    """The identity of a batch's rows."""
 
-    Attributes:
-        keys: (rows,): digests of their content, in 64 bits.
-        mask: (rows, positions) in bool: positions that aren't padding; None if all are to be labelled.
-    """
-
-    keys: Any
-    mask: Any
+    keys: Any  # (rows,): digests of their content, in 64 bits
+    mask: Any  # (rows, positions) in bool: positions that aren't padding; None if all are to be labelled
 
 
 def rows_of(inputs: Any, positions: Sequence[int]) -> Rows:

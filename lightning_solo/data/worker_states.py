@@ -21,19 +21,12 @@ KEPT = 3
 
 
 class Shipped(NamedTuple):
-    """A batch from a worker.
+    """A batch from a worker."""
 
-    Attributes:
-        batch: as the user's ``collate_fn`` returned it.
-        worker: the worker's number.
-        states: its random states after the batch, pickled; empty if they are those after its last batch.
-        draws: whether they have changed since the worker's start.
-    """
-
-    batch: Any
-    worker: int
-    states: bytes
-    draws: bool
+    batch: Any  # as the user's ``collate_fn`` returned it
+    worker: int  # the worker's number
+    states: bytes  # its random states after the batch, pickled; empty if they are those after its last batch
+    draws: bool  # whether they have changed since the worker's start
 
 
 class Place(NamedTuple):

@@ -6,15 +6,10 @@ from typing import NamedTuple
 
 
 class Format(NamedTuple):
-    """A format of `lightning-solo export`.
+    """A format of `lightning-solo export`."""
 
-    Attributes:
-        target: "module:function"; the function takes the source, the output and options, writes, and returns lines.
-        options: names of the options that it takes, besides ``output`` and ``overwrite``.
-    """
-
-    target: str
-    options: tuple[str, ...]
+    target: str  # "module:function"; the function takes the source, the output and options, writes, and returns lines
+    options: tuple[str, ...]  # names of the options that it takes, besides ``output`` and ``overwrite``
 
 
 _GRAPH = "lightning_solo.cli.export_graph:write_graph"

@@ -67,29 +67,20 @@ class Words(NamedTuple):
 
 @dataclass
 class TrainedModel:
-    """A model of Hugging Face's on the host, with its adapter beside the weights.
+    """A model of Hugging Face's on the host, with its adapter beside the weights."""
 
-    Attributes:
-        model: the model, in evaluation mode.
-        adapter: what its adapter is, by the names of ``model``; None without one.
-        folder: of the base; None where it is unknown.
-        formats: name of a weight that training had in 4 or 8 bits -> "nf4" or "int8".
-        originals: name of a weight that may be rounded in ``model`` -> that of the base's folder.
-        dtype: type of the weights in the base's folder, where ``model`` may have another; None where it hasn't.
-        words: what its tokenizer is.
-        notes: lines for the user.
-        has_originals: whether all weights before rounding are known.
-    """
-
-    model: Any
-    adapter: AdapterConfig | None = None
-    folder: Path | None = None
+    model: Any  # the model, in evaluation mode
+    adapter: AdapterConfig | None = None  # what its adapter is, by the names of ``model``; None without one
+    folder: Path | None = None  # of the base; None where it is unknown
+    # name of a weight that training had in 4 or 8 bits -> "nf4" or "int8"
     formats: Mapping[str, str] = field(default_factory=dict)
+    # name of a weight that may be rounded in ``model`` -> that of the base's folder
     originals: Mapping[str, Tensor] = field(default_factory=dict)
+    # type of the weights in the base's folder, where ``model`` may have another; None where it hasn't
     dtype: torch.dtype | None = None
-    words: Words = field(default_factory=lambda: Words(None))
-    notes: list[str] = field(default_factory=list)
-    has_originals: bool = False
+    words: Words = field(default_factory=lambda: Words(None))  # what its tokenizer is
+    notes: list[str] = field(default_factory=list)  # lines for the user
+    has_originals: bool = False  # whether all weights before rounding are known
 
     def use_originals(self) -> None:
         """Put the weights of the base's folder in the place of rounded ones."""

@@ -32,22 +32,15 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
 @dataclass(frozen=True)
 class Source:
-    """The weights of a module or a checkpoint.
+    """The weights of a module or a checkpoint."""
 
-    Attributes:
-        name: for messages.
-        weights: the state dict.
-        masters: name -> function that returns the fp32 master weight, where the weight itself has fewer bits.
-        trained: name -> bits of each trained parameter; None where they are unknown.
-        averaged: number of weights that are averages.
-        factors: the record of factorized layers; empty where there is none.
-    """
-
-    name: str
-    weights: Mapping[str, Any]
+    name: str  # for messages
+    weights: Mapping[str, Any]  # the state dict
+    # name -> function that returns the fp32 master weight, where the weight itself has fewer bits
     masters: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
-    trained: Mapping[str, int] | None = None
-    averaged: int = 0
+    trained: Mapping[str, int] | None = None  # name -> bits of each trained parameter; None where they are unknown
+    averaged: int = 0  # number of weights that are averages
+    # the record of factorized layers; empty where there is none
     factors: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -18,22 +18,14 @@ TAIL = 32
 
 
 class Encoded(NamedTuple):
-    """Tokens of a row.
+    """Tokens of a row."""
 
-    Attributes:
-        ids: the tokens.
-        trained: whether each token is trained.
-        ends: places of the trained end-of-turn tokens.
-        answers: number of answers.
-        prefixes: whether each answer's text begins where the template ends a prompt for it.
-        others: roles other than the assistant's, of which the template's tags train a message.
-    """
-
-    ids: list[int]
-    trained: list[bool]
-    ends: list[int]
-    answers: int = 1
-    prefixes: bool = True
+    ids: list[int]  # the tokens
+    trained: list[bool]  # whether each token is trained
+    ends: list[int]  # places of the trained end-of-turn tokens
+    answers: int = 1  # number of answers
+    prefixes: bool = True  # whether each answer's text begins where the template ends a prompt for it
+    # roles other than the assistant's, of which the template's tags train a message
     others: frozenset[str] = frozenset()
 
 

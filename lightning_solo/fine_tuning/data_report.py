@@ -30,34 +30,20 @@ MANY = 0.1
 
 @dataclass
 class DataReport:
-    """Counts of rows and tokens, and the tokens of one row.
+    """Counts of rows and tokens, and the tokens of one row."""
 
-    Attributes:
-        max_length: largest number of tokens of a row that is kept.
-        longest: tokens of the longest row that was read.
-        read: rows that were read; each is kept or dropped.
-        kept: rows that are used.
-        dropped: reason -> number of rows.
-        places: reason -> places of the first such rows.
-        unused: column that isn't used -> number of rows with it.
-        repeated: kept rows that are equal to an earlier one.
-        tokens: tokens of the kept rows.
-        train: rows to train on.
-        validation: rows to validate on.
-        shown: (token, id, whether it is trained) of the first row.
-    """
-
-    max_length: int = 0
-    longest: int = 0
-    read: int = 0
-    kept: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    places: dict[str, list[str]] = field(default_factory=dict)
-    unused: Counter[str] = field(default_factory=Counter)
-    repeated: int = 0
-    tokens: int = 0
-    train: int = 0
-    validation: int = 0
+    max_length: int = 0  # largest number of tokens of a row that is kept
+    longest: int = 0  # tokens of the longest row that was read
+    read: int = 0  # rows that were read; each is kept or dropped
+    kept: int = 0  # rows that are used
+    dropped: Counter[str] = field(default_factory=Counter)  # reason -> number of rows
+    places: dict[str, list[str]] = field(default_factory=dict)  # reason -> places of the first such rows
+    unused: Counter[str] = field(default_factory=Counter)  # column that isn't used -> number of rows with it
+    repeated: int = 0  # kept rows that are equal to an earlier one
+    tokens: int = 0  # tokens of the kept rows
+    train: int = 0  # rows to train on
+    validation: int = 0  # rows to validate on
+    # (token, id, whether it is trained) of the first row
     shown: list[tuple[str, int, bool]] = field(default_factory=list)
 
     def drop(self, reason: str, place: str) -> None:
@@ -128,22 +114,14 @@ class DataReport:
 
 @dataclass
 class ChatReport(DataReport):
-    """Counts of conversations too.
+    """Counts of conversations too."""
 
-    Attributes:
-        trained: tokens of the kept rows that are trained.
-        cut: kept rows of which only the first tokens are left.
-        answers: answers in the kept rows, before rows were cut.
-        ends: answers whose end-of-turn token is trained.
-        prefixes: answers that begin where the template ends the prompt for them.
-        others: role other than the assistant's -> rows in which the template's tags train such a message.
-    """
-
-    trained: int = 0
-    cut: int = 0
-    answers: int = 0
-    ends: int = 0
-    prefixes: int = 0
+    trained: int = 0  # tokens of the kept rows that are trained
+    cut: int = 0  # kept rows of which only the first tokens are left
+    answers: int = 0  # answers in the kept rows, before rows were cut
+    ends: int = 0  # answers whose end-of-turn token is trained
+    prefixes: int = 0  # answers that begin where the template ends the prompt for them
+    # role other than the assistant's -> rows in which the template's tags train such a message
     others: Counter[str] = field(default_factory=Counter)
 
     def keep(self, row: Encoded) -> None:
@@ -177,13 +155,9 @@ class ChatReport(DataReport):
 
 @dataclass
 class TextReport(DataReport):
-    """Counts of documents; the rows to train on are windows of their text.
+    """Counts of documents; the rows to train on are windows of their text."""
 
-    Attributes:
-        changed: rule -> number of kept documents that it changed.
-    """
-
-    changed: Counter[str] = field(default_factory=Counter)
+    changed: Counter[str] = field(default_factory=Counter)  # rule -> number of kept documents that it changed
 
     def counts(self) -> Iterator[tuple[Cell, Cell]]:
         """Yield the lines of the first table."""

@@ -40,24 +40,16 @@ MARKUP = re.compile(r"<(script|style)\b.*?</\1\s*>|<!--.*?-->|</?[a-z][^<>]*>", 
 
 @dataclass(frozen=True)
 class Cleaning:
-    """Rules for documents. Control characters are always removed, and empty documents dropped.
+    """Rules for documents. Control characters are always removed, and empty documents dropped."""
 
-    Attributes:
-        min_chars: documents with fewer characters are dropped.
-        max_chars: documents with more characters are dropped; None for no limit.
-        urls: "keep" or "remove".
-        markup: "keep", or "remove" tags of HTML and resolve its entities.
-        low_quality: "keep", or "drop" documents by the rules of Rae et al. 2021, arXiv 2112.11446, table A1, for words,
-            symbols and repeated lines. The rules are for prose in languages with spaces between words.
-        duplicates: "drop", or "keep" documents whose cleaned text came before.
-    """
-
-    min_chars: int = 1
-    max_chars: int | None = None
-    urls: Literal["keep", "remove"] = "keep"
-    markup: Literal["keep", "remove"] = "keep"
+    min_chars: int = 1  # documents with fewer characters are dropped
+    max_chars: int | None = None  # documents with more characters are dropped; None for no limit
+    urls: Literal["keep", "remove"] = "keep"  # "keep" or "remove"
+    markup: Literal["keep", "remove"] = "keep"  # "keep", or "remove" tags of HTML and resolve its entities
+    # "keep", or "drop" documents by the rules of Rae et al. 2021, arXiv 2112.11446, table A1, for words, symbols and
+    # repeated lines. The rules are for prose in languages with spaces between words.
     low_quality: Literal["keep", "drop"] = "keep"
-    duplicates: Literal["keep", "drop"] = "drop"
+    duplicates: Literal["keep", "drop"] = "drop"  # "drop", or "keep" documents whose cleaned text came before
 
 
 def cleaning_of(choices: Mapping[str, Any] | None) -> Cleaning:

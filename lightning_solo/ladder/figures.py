@@ -24,45 +24,30 @@ UNCHANGED = (
 
 @dataclass(frozen=True)
 class Figures:
-    """A row of the ladder's table; a figure that could not be measured is None.
-
-    Attributes:
-        detail: why it did not finish, or can't be compared with the baseline.
-        counted_bytes: peak of the tensors of training, as `memory.ledger` counts them; None for a single step.
-        breakdown: counted bytes of each category of ``memory.events.CATEGORIES``.
-        counted_change: relative change against the baseline; -0.25 is a quarter less.
-        peak_bytes: peak memory of the device, or of the process without a GPU.
-        peak_change: relative change against the baseline.
-        before_bytes: use of the same memory before training.
-        step_s: median seconds of an optimizer step, without the loader.
-        step_quartiles_s: first and third quartile of the step times; None if too few were timed.
-        step_within_noise: whether the change of the step time is within the spread of the steps.
-        loss: mean training loss of the last steps.
-        loss_difference: difference from the baseline's loss.
-        exact: whether it is bit-equal to the rung without the last technique, if that technique claims to be exact.
-        device: its type, cpu or cuda.
-        overrides: of `lightning-solo train`.
-    """
+    """A row of the ladder's table; a figure that could not be measured is None."""
 
     name: str
     status: str
-    detail: str = ""
+    detail: str = ""  # why it did not finish, or can't be compared with the baseline
+    # peak of the tensors of training, as `memory.ledger` counts them; None for a single step
     counted_bytes: int | None = None
-    breakdown: Mapping[str, int] | None = None
-    counted_change: float | None = None
-    peak_bytes: int | None = None
-    peak_change: float | None = None
-    step_s: float | None = None
+    breakdown: Mapping[str, int] | None = None  # counted bytes of each category of ``memory.events.CATEGORIES``
+    counted_change: float | None = None  # relative change against the baseline; -0.25 is a quarter less
+    peak_bytes: int | None = None  # peak memory of the device, or of the process without a GPU
+    peak_change: float | None = None  # relative change against the baseline
+    step_s: float | None = None  # median seconds of an optimizer step, without the loader
+    # first and third quartile of the step times; None if too few were timed
     step_quartiles_s: Sequence[float] | None = None
     step_change: float | None = None
-    step_within_noise: bool | None = None
-    loss: float | None = None
-    loss_difference: float | None = None
+    step_within_noise: bool | None = None  # whether the change of the step time is within the spread of the steps
+    loss: float | None = None  # mean training loss of the last steps
+    loss_difference: float | None = None  # difference from the baseline's loss
+    # whether it is bit-equal to the rung without the last technique, if that technique claims to be exact
     exact: bool | None = None
-    before_bytes: int | None = None
+    before_bytes: int | None = None  # use of the same memory before training
     samples_per_step: int | None = None
-    device: str | None = None
-    overrides: tuple[str, ...] = ()
+    device: str | None = None  # its type, cpu or cuda
+    overrides: tuple[str, ...] = ()  # of `lightning-solo train`
 
 
 def compare(

@@ -23,17 +23,11 @@ WILL_FAIL_AGAIN = ("failed", NOT_RUN)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A combination, prepared for its process.
+    """A combination, prepared for its process."""
 
-    Attributes:
-        overrides: the overrides of `lightning-solo train`.
-        argument: the pickled argument of the task function.
-        config_hash: hash of the configuration; of combinations with equal hashes only one runs.
-    """
-
-    overrides: tuple[str, ...]
-    argument: Any
-    config_hash: str
+    overrides: tuple[str, ...]  # the overrides of `lightning-solo train`
+    argument: Any  # the pickled argument of the task function
+    config_hash: str  # hash of the configuration; of combinations with equal hashes only one runs
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,12 @@ _PRECISION = "solo.precision="
 
 @dataclass(frozen=True)
 class LadderTechnique:
-    """A technique that a ladder tries.
+    """A technique that a ladder tries."""
 
-    Attributes:
-        name: its name in the table.
-        overrides: the overrides of `lightning-solo train` that add it to the preset `baseline`.
-        exact: whether a run with it should equal one without it, bit for bit.
-        card: the name of its card; empty for a precision, which has none.
-    """
-
-    name: str
-    overrides: tuple[str, ...]
-    exact: bool = False
-    card: str = ""
+    name: str  # its name in the table
+    overrides: tuple[str, ...]  # the overrides of `lightning-solo train` that add it to the preset `baseline`
+    exact: bool = False  # whether a run with it should equal one without it, bit for bit
+    card: str = ""  # the name of its card; empty for a precision, which has none
 
     def owns(self, override: str) -> bool:
         """Return whether an override sets an argument of this technique.

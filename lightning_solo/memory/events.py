@@ -29,18 +29,12 @@ class Peak:
 
 @dataclass
 class EventLog:
-    """Allocations, resizes and frees of storages, in order; a storage is the index of its label.
+    """Allocations, resizes and frees of storages, in order; a storage is the index of its label."""
 
-    Attributes:
-        events: (storage, bytes gained or lost), in order.
-        labels: storage -> its last category.
-        held: storage -> bytes before the first event.
-        aside: storages of ``held`` that another stream allocated, whose memory only that stream reuses.
-    """
-
-    events: list[tuple[int, int]] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
-    held: dict[int, int] = field(default_factory=dict)
+    events: list[tuple[int, int]] = field(default_factory=list)  # (storage, bytes gained or lost), in order
+    labels: list[str] = field(default_factory=list)  # storage -> its last category
+    held: dict[int, int] = field(default_factory=dict)  # storage -> bytes before the first event
+    # storages of ``held`` that another stream allocated, whose memory only that stream reuses
     aside: frozenset[int] = frozenset()
 
     def born(self, label: str) -> int:

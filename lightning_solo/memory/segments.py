@@ -21,15 +21,10 @@ _last_set = ""
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Free memory within the allocator's segments, in bytes.
+    """Free memory within the allocator's segments, in bytes."""
 
-    Attributes:
-        largest: of the largest free block; a larger request needs another segment.
-        returnable: that ``torch.cuda.empty_cache`` would return to the device.
-    """
-
-    largest: int
-    returnable: int
+    largest: int  # of the largest free block; a larger request needs another segment
+    returnable: int  # that ``torch.cuda.empty_cache`` would return to the device
 
 
 def free_memory(segments: Iterable[Mapping[str, Any]]) -> FreeMemory:

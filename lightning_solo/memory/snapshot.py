@@ -98,17 +98,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Moment:
-    """The allocations at one moment of a history.
+    """The allocations at one moment of a history."""
 
-    Attributes:
-        blocks: address -> allocation.
-        wanted: at an OOM, the bytes whose allocation failed.
-        free: at an OOM, the device's free bytes.
-    """
-
-    blocks: dict[int, Block]
-    wanted: int = 0
-    free: int = 0
+    blocks: dict[int, Block]  # address -> allocation
+    wanted: int = 0  # at an OOM, the bytes whose allocation failed
+    free: int = 0  # at an OOM, the device's free bytes
 
     @property
     def bytes(self) -> int:

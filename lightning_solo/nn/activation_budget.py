@@ -162,21 +162,14 @@ def _numbers(ledger: Ledger, tree: Any) -> list[int | None]:
 
 @dataclass
 class Options:
-    """Bytes that each choice of calls takes at the peak of every segment of a batch.
+    """Bytes that each choice of calls takes at the peak of every segment of a batch."""
 
-    Attributes:
-        base: int64 (segments,): bytes if every call is recomputed.
-        extra: call -> int64 (segments,): extra bytes if the call isn't recomputed, in the order of forward.
-        saved: call -> bytes that it keeps for backward.
-        work: call -> cost of its recomputation.
-        margin: extra bytes of any non-empty choice: one input that is still being copied to the host.
-    """
-
-    base: Tensor
+    base: Tensor  # int64 (segments,): bytes if every call is recomputed
+    # call -> int64 (segments,): extra bytes if the call isn't recomputed, in the order of forward
     extra: dict[Call, Tensor]
-    saved: dict[Call, int]
-    work: dict[Call, int]
-    margin: int = 0
+    saved: dict[Call, int]  # call -> bytes that it keeps for backward
+    work: dict[Call, int]  # call -> cost of its recomputation
+    margin: int = 0  # extra bytes of any non-empty choice: one input that is still being copied to the host
 
     def peak(self, kept: Iterable[Call] = ()) -> int:
         """Return the peak bytes of a choice."""
@@ -252,14 +245,10 @@ def options(ledger: WorkLedger, calls: Calls) -> Options:
 
 @dataclass
 class _Kept:
-    """The storages that a call keeps if it isn't recomputed.
+    """The storages that a call keeps if it isn't recomputed."""
 
-    Attributes:
-        bytes: bytes of storages that no other call keeps.
-        shared: storages that then live longer: (bytes, number of the event that frees them otherwise).
-    """
-
-    bytes: int
+    bytes: int  # bytes of storages that no other call keeps
+    # storages that then live longer: (bytes, number of the event that frees them otherwise)
     shared: list[tuple[int, int]]
 
 

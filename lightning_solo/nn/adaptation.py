@@ -32,28 +32,17 @@ ADAPTER_TABLES = ("lora_", "ia3_", "trainable_tokens_")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What an adapter is; saved with its weights by `asdict`.
+    """What an adapter is; saved with its weights by `asdict`."""
 
-    Attributes:
-        name: of the adapter.
-        method: one of `adapter_targets.KINDS`.
-        r: rank.
-        alpha: scale; the product of the factors is multiplied by alpha / r, under rslora by alpha / sqrt(r).
-        dropout: probability.
-        layers: qualified names of the adapted layers.
-        feed_forward: those whose input IA3 scales.
-        modules_to_save: qualified names of modules that are trained whole.
-        tokens: qualified name of an embedding -> rows that are trained.
-    """
-
-    name: str
-    method: str
-    r: int
-    alpha: float
-    dropout: float
-    layers: tuple[str, ...] = ()
-    feed_forward: tuple[str, ...] = ()
-    modules_to_save: tuple[str, ...] = ()
+    name: str  # of the adapter
+    method: str  # one of `adapter_targets.KINDS`
+    r: int  # rank
+    alpha: float  # scale; the product of the factors is multiplied by alpha / r, under rslora by alpha / sqrt(r)
+    dropout: float  # probability
+    layers: tuple[str, ...] = ()  # qualified names of the adapted layers
+    feed_forward: tuple[str, ...] = ()  # those whose input IA3 scales
+    modules_to_save: tuple[str, ...] = ()  # qualified names of modules that are trained whole
+    # qualified name of an embedding -> rows that are trained
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def changed(self, other: AdapterConfig) -> list[str]:

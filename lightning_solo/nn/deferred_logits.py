@@ -36,19 +36,12 @@ AUTO = "auto"
 
 @dataclass
 class Use:
-    """A record of how a head's logits are used while gradients are enabled.
+    """A record of how a head's logits are used while gradients are enabled."""
 
-    Attributes:
-        chunk_tokens: tokens whose logits exist at a time.
-        backend: ``torch`` or ``liger``, which computes a chunk's losses.
-        losses: number of losses that were computed in chunks.
-        computed_for: names of functions for which all logits were computed.
-    """
-
-    chunk_tokens: int
-    backend: str = "torch"
-    losses: int = 0
-    computed_for: dict[str, None] = field(default_factory=dict)
+    chunk_tokens: int  # tokens whose logits exist at a time
+    backend: str = "torch"  # ``torch`` or ``liger``, which computes a chunk's losses
+    losses: int = 0  # number of losses that were computed in chunks
+    computed_for: dict[str, None] = field(default_factory=dict)  # names of functions for which all logits were computed
 
 
 def output_heads(module: nn.Module, head: str = AUTO) -> dict[str, nn.Linear]:

@@ -43,19 +43,12 @@ RECORD = "fake_quantization"
 
 @dataclass
 class Rounding:
-    """How weights are rounded; also the record of layers that do so.
+    """How weights are rounded; also the record of layers that do so."""
 
-    Attributes:
-        bits: of a weight, 2 to 8, or "fp8".
-        group_size: inputs that share a scale; 0 for a scale per row.
-        activations: "int8" if each token of a layer's input is rounded to 8 bits, else "unchanged".
-        active: whether the layers round now.
-    """
-
-    bits: int | str
-    group_size: int
-    activations: str = "unchanged"
-    active: bool = True
+    bits: int | str  # of a weight, 2 to 8, or "fp8"
+    group_size: int  # inputs that share a scale; 0 for a scale per row
+    activations: str = "unchanged"  # "int8" if each token of a layer's input is rounded to 8 bits, else "unchanged"
+    active: bool = True  # whether the layers round now
 
     def as_record(self) -> dict[str, Any]:
         """Return the settings as plain data."""
@@ -114,15 +107,10 @@ def rounded(weight: Tensor, rounding: Rounding) -> Tensor:
 
 @dataclass
 class Inside:
-    """The record of a module that reads parameters by itself, as attention or experts do.
+    """The record of a module that reads parameters by itself, as attention or experts do."""
 
-    Attributes:
-        names: of its parameters, with those of parts that it doesn't call.
-        rounding: how they are rounded.
-    """
-
-    names: list[str]
-    rounding: Rounding
+    names: list[str]  # of its parameters, with those of parts that it doesn't call
+    rounding: Rounding  # how they are rounded
 
 
 def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -19,17 +19,11 @@ _LEAST = 1e-12  # mean square by which a vector is divided
 
 
 class Output(NamedTuple):
-    """An output of a layer.
+    """An output of a layer."""
 
-    Attributes:
-        tensor: its features; None if it has none.
-        kind: name of the output's class.
-        version: of the tensor as the layer returned it.
-    """
-
-    tensor: Tensor | None
-    kind: str
-    version: int
+    tensor: Tensor | None  # its features; None if it has none
+    kind: str  # name of the output's class
+    version: int  # of the tensor as the layer returned it
 
 
 class Features:

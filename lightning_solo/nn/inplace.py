@@ -80,19 +80,12 @@ def readers(parts: Mapping[str, Any], step: Callable[[], Any]) -> dict[str, str]
 
 
 class _Call(NamedTuple):
-    """A call of a part.
+    """A call of a part."""
 
-    Attributes:
-        name: of the part.
-        key: of the input's storage.
-        storage: weak reference to it; while that is alive, no other storage has the key.
-        reason: why the input must not be overwritten, if the call itself shows it.
-    """
-
-    name: str
-    key: int
-    storage: StorageWeakRef
-    reason: str
+    name: str  # of the part
+    key: int  # of the input's storage
+    storage: StorageWeakRef  # weak reference to it; while that is alive, no other storage has the key
+    reason: str  # why the input must not be overwritten, if the call itself shows it
 
 
 def _noted(

@@ -23,19 +23,12 @@ Place = int | str
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of a block's output, built from the block's arguments.
+    """The form of a block's output, built from the block's arguments."""
 
-    Attributes:
-        hidden: place of the hidden state among the arguments.
-        dtype: type of the hidden state in the output.
-        container: tuple or list; None if the output is the hidden state alone.
-        rest: places of the values after the hidden state; None for a value that is None.
-    """
-
-    hidden: Place
-    dtype: torch.dtype
-    container: type | None = None
-    rest: tuple[Place | None, ...] = ()
+    hidden: Place  # place of the hidden state among the arguments
+    dtype: torch.dtype  # type of the hidden state in the output
+    container: type | None = None  # tuple or list; None if the output is the hidden state alone
+    rest: tuple[Place | None, ...] = ()  # places of the values after the hidden state; None for a value that is None
 
     def output(self, args: Any, kwargs: Any) -> Any:
         """Return the output of a skipped block."""

@@ -19,19 +19,12 @@ MULTIPLE, LEAST = 16, 32
 
 @dataclass(frozen=True)
 class Product:
-    """The product of a layer's input and weight, with the two of its backward.
+    """The product of a layer's input and weight, with the two of its backward."""
 
-    Attributes:
-        function: an autograd function.
-        options: its arguments after the input and the weight.
-        transposed: whether it takes the weight as (in, out).
-        multiple: sizes of the factors must be multiples of it.
-    """
-
-    function: Any
-    options: tuple[Any, ...]
-    transposed: bool = False
-    multiple: int = MULTIPLE
+    function: Any  # an autograd function
+    options: tuple[Any, ...]  # its arguments after the input and the weight
+    transposed: bool = False  # whether it takes the weight as (in, out)
+    multiple: int = MULTIPLE  # sizes of the factors must be multiples of it
 
     def __call__(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Multiply (rows, in) and (out, in) to (rows, out), in the type of the rows."""

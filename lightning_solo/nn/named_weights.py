@@ -90,14 +90,10 @@ def _parents(name: str) -> list[str]:
 
 @dataclass(eq=False)
 class Weight:
-    """A parameter; a tied one is one weight.
+    """A parameter; a tied one is one weight."""
 
-    Attributes:
-        parameter: the parameter.
-        users: qualified name of the parameter -> the module that has it under this name, in module order.
-    """
-
-    parameter: nn.Parameter
+    parameter: nn.Parameter  # the parameter
+    # qualified name of the parameter -> the module that has it under this name, in module order
     users: dict[str, nn.Module] = field(default_factory=dict)
 
     @property

@@ -19,17 +19,11 @@ _GIVEN = ("fill", "full", "new_full", "masked_fill", "where", "scalar_tensor", "
 
 
 class Origin(NamedTuple):
-    """Where a value was first infinite or NaN.
+    """Where a value was first infinite or NaN."""
 
-    Attributes:
-        operator: the operator of torch, such as ``"aten.log"``.
-        module: qualified name of the innermost module that called it; empty for the root.
-        from_infinity: whether one of its inputs was infinite.
-    """
-
-    operator: str
-    module: str
-    from_infinity: bool
+    operator: str  # the operator of torch, such as ``"aten.log"``
+    module: str  # qualified name of the innermost module that called it; empty for the root
+    from_infinity: bool  # whether one of its inputs was infinite
 
     def words(self, root: str) -> str:
         """Return operator and module in words; ``root`` names the root."""

@@ -21,19 +21,12 @@ _SIZES_OUT, _SIZES_IN = ("out_features", "out_channels", "nf"), ("in_features", 
 
 
 class Slice(NamedTuple):
-    """The numbers of a tensor that belong to units.
+    """The numbers of a tensor that belong to units."""
 
-    Attributes:
-        owner: qualified name of the module that has it.
-        name: of the parameter or buffer there.
-        dim: dimension along which units are removed.
-        unit: int64 of the dimension's size: number of the unit of each index, or `SHARED` where it stays.
-    """
-
-    owner: str
-    name: str
-    dim: int
-    unit: Tensor
+    owner: str  # qualified name of the module that has it
+    name: str  # of the parameter or buffer there
+    dim: int  # dimension along which units are removed
+    unit: Tensor  # int64 of the dimension's size: number of the unit of each index, or `SHARED` where it stays
 
     @property
     def path(self) -> str:
@@ -43,22 +36,14 @@ class Slice(NamedTuple):
 
 @dataclass
 class Structure:
-    """Units that can be removed: the inputs of a layer, with the outputs of layers that they are computed from.
+    """Units that can be removed: the inputs of a layer, with the outputs of layers that they are computed from."""
 
-    Attributes:
-        layer: qualified name of the layer.
-        kind: "channels" or "heads".
-        units: number of them.
-        layers: qualified names of all layers that become smaller.
-        slices: the numbers that belong to the units.
-        numbers: qualified name of an attribute -> its value for each unit, as the number of heads.
-    """
-
-    layer: str
-    kind: str
-    units: int
-    layers: tuple[str, ...]
-    slices: tuple[Slice, ...]
+    layer: str  # qualified name of the layer
+    kind: str  # "channels" or "heads"
+    units: int  # number of them
+    layers: tuple[str, ...]  # qualified names of all layers that become smaller
+    slices: tuple[Slice, ...]  # the numbers that belong to the units
+    # qualified name of an attribute -> its value for each unit, as the number of heads
     numbers: dict[str, int] = field(default_factory=dict)
 
     def scores(self, module: nn.Module) -> Tensor:

@@ -50,14 +50,10 @@ class _Call(NamedTuple):
 
 @dataclass
 class Findings:
-    """The structures of a module.
+    """The structures of a module."""
 
-    Attributes:
-        structures: in module order.
-        left_out: qualified name of another layer -> why none of its inputs can be removed.
-    """
-
-    structures: list[Structure] = field(default_factory=list)
+    structures: list[Structure] = field(default_factory=list)  # in module order
+    # qualified name of another layer -> why none of its inputs can be removed
     left_out: dict[str, str] = field(default_factory=dict)
 
 

@@ -23,19 +23,12 @@ from lightning_solo.nn.forwards import original_forward, record_of, replace_forw
 
 @dataclass
 class Tiling:
-    """The settings and state of a tiled part.
+    """The settings and state of a tiled part."""
 
-    Attributes:
-        name: of the part, for messages.
-        tile_tokens: tokens per tile.
-        checked: whether a check has shown that the part treats each token independently.
-        most_tokens: largest number of tokens in a forward with gradients.
-    """
-
-    name: str
-    tile_tokens: int
-    checked: bool = False
-    most_tokens: int = 0
+    name: str  # of the part, for messages
+    tile_tokens: int  # tokens per tile
+    checked: bool = False  # whether a check has shown that the part treats each token independently
+    most_tokens: int = 0  # largest number of tokens in a forward with gradients
 
     def conflict(self, part: nn.Module, what: str) -> ConflictError:
         """Return the error that refuses a part, with the remedy."""

@@ -76,29 +76,17 @@ class Hyperparameters:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of a parameter with their states, one row per block.
+    """Blocks of a parameter with their states, one row per block."""
 
-    Attributes:
-        weight: (blocks, 128); the gradient and the correction have the same shape.
-        grad: the gradient.
-        exp_avg: (blocks, 128) in fp32 or 8 bits, (blocks, 64) in 4 bits.
-        exp_avg_sq: as ``exp_avg``.
-        correction: of a bf16 weight.
-        exp_avg_scale: (blocks,); None if the moments are in fp32.
-        exp_avg_sq_scale: as ``exp_avg_scale``.
-        book: values of the 4-bit codes of ``exp_avg``.
-        book_sq: values of the 4-bit codes of ``exp_avg_sq``.
-    """
-
-    weight: Tensor
-    grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    correction: Tensor | None = None
-    exp_avg_scale: Tensor | None = None
-    exp_avg_sq_scale: Tensor | None = None
-    book: Tensor | None = None
-    book_sq: Tensor | None = None
+    weight: Tensor  # (blocks, 128); the gradient and the correction have the same shape
+    grad: Tensor  # the gradient
+    exp_avg: Tensor  # (blocks, 128) in fp32 or 8 bits, (blocks, 64) in 4 bits
+    exp_avg_sq: Tensor  # as ``exp_avg``
+    correction: Tensor | None = None  # of a bf16 weight
+    exp_avg_scale: Tensor | None = None  # (blocks,); None if the moments are in fp32
+    exp_avg_sq_scale: Tensor | None = None  # as ``exp_avg_scale``
+    book: Tensor | None = None  # values of the 4-bit codes of ``exp_avg``
+    book_sq: Tensor | None = None  # values of the 4-bit codes of ``exp_avg_sq``
 
 
 def update_blocks(

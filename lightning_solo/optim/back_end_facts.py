@@ -19,33 +19,19 @@ from lightning_solo.units import parse_budget
 
 @dataclass(frozen=True)
 class BackEnd:
-    """A library's AdamW.
+    """A library's AdamW."""
 
-    Attributes:
-        package: the library.
-        install: the requirement for pip.
-        precisions: Lightning's names of the precisions in which no update is lost, the best one first.
-        moment_bits: bits of each moment.
-        block: elements that share a scale.
-        scale_bytes: bytes of each scale.
-        smallest: parameters with fewer elements keep their moments in fp32.
-        whole_blocks: whether parameters that aren't a multiple of the block keep their moments in fp32.
-        correction_bytes: bytes of a bf16 weight's correction, per element.
-        needs_cuda: whether it runs on CUDA devices alone.
-        paged_from: parameters with at least as many elements have their moments in unified memory.
-    """
-
-    package: str
-    install: str
-    precisions: tuple[str, ...]
-    moment_bits: int
-    block: int
-    scale_bytes: int = 4
-    smallest: int = 4096
-    whole_blocks: bool = False
-    correction_bytes: int = 0
-    needs_cuda: bool = False
-    paged_from: int | None = None
+    package: str  # the library
+    install: str  # the requirement for pip
+    precisions: tuple[str, ...]  # Lightning's names of the precisions in which no update is lost, the best one first
+    moment_bits: int  # bits of each moment
+    block: int  # elements that share a scale
+    scale_bytes: int = 4  # bytes of each scale
+    smallest: int = 4096  # parameters with fewer elements keep their moments in fp32
+    whole_blocks: bool = False  # whether parameters that aren't a multiple of the block keep their moments in fp32
+    correction_bytes: int = 0  # bytes of a bf16 weight's correction, per element
+    needs_cuda: bool = False  # whether it runs on CUDA devices alone
+    paged_from: int | None = None  # parameters with at least as many elements have their moments in unified memory
 
     @property
     def bf16_weights(self) -> bool:

@@ -25,31 +25,18 @@ PER_PARTIAL = 2**14
 
 
 class Scalars(NamedTuple):
-    """The coefficients of one parameter's step.
+    """The coefficients of one parameter's step."""
 
-    Attributes:
-        shrink: 1 - lr * weight decay, of AdamW.
-        pull: weight decay of Adam, which adds it to the gradient.
-        first: 1 - beta1.
-        keep: beta2.
-        second: 1 - beta2.
-        correction2: root of AdamW's second bias correction.
-        eps: of AdamW.
-        rate: lr over the first bias correction.
-        seed: of the second moment's rounding.
-        seed_of_weights: of the weights' rounding, where they have no correction.
-    """
-
-    shrink: float
-    pull: float
-    first: float
-    keep: float
-    second: float
-    correction2: float
-    eps: float
-    rate: float
-    seed: int = 0
-    seed_of_weights: int = 0
+    shrink: float  # 1 - lr * weight decay, of AdamW
+    pull: float  # weight decay of Adam, which adds it to the gradient
+    first: float  # 1 - beta1
+    keep: float  # beta2
+    second: float  # 1 - beta2
+    correction2: float  # root of AdamW's second bias correction
+    eps: float  # of AdamW
+    rate: float  # lr over the first bias correction
+    seed: int = 0  # of the second moment's rounding
+    seed_of_weights: int = 0  # of the weights' rounding, where they have no correction
 
     @property
     def coefficients(self) -> tuple[float, ...]:
@@ -128,17 +115,11 @@ class Sum:
 
 @dataclass
 class Control:
-    """The values that the kernels of a step share on the device.
+    """The values that the kernels of a step share on the device."""
 
-    Attributes:
-        scale: factor of every gradient, fp32 of no dimensions. NaN: nothing is stepped.
-        not_finite: int32, per parameter; becomes 1 where a stepped gradient had an element that isn't finite.
-        bound: gradients are clamped to it before they are scaled.
-    """
-
-    scale: Tensor
-    not_finite: Tensor
-    bound: float = math.inf
+    scale: Tensor  # factor of every gradient, fp32 of no dimensions. NaN: nothing is stepped.
+    not_finite: Tensor  # int32, per parameter; becomes 1 where a stepped gradient had an element that isn't finite
+    bound: float = math.inf  # gradients are clamped to it before they are scaled
 
     @cached_property
     def scale_on_host(self) -> float:

@@ -69,42 +69,28 @@ MAKERS = ("nvidia", "geforce", "tesla", "gpu")  # words that a name may leave ou
 
 @dataclass(frozen=True)
 class Device:
-    """The figures of a device that a plan needs.
+    """The figures of a device that a plan needs."""
 
-    Attributes:
-        name: stem of its file; without a file, ``cpu`` or a name derived from the label.
-        label: the name that ``torch.cuda.get_device_name`` returns.
-        memory_bytes: ``total_memory`` of ``torch.cuda.get_device_properties(0)``, less than the advertised memory.
-        memory_bandwidth: peak bytes per second.
-        host_bandwidth: bytes per second that copies to or from the host reach.
-        flops: peak dense floating-point operations per second for bf16, fp16, tf32, fp32 and fp64, with sums in fp32
-            or more, and for fp16 with sums in fp16; None for a kind that the device doesn't have.
-        context_bytes: CUDA's context and loaded kernels, outside torch's allocator.
-        workspace_bytes: cuBLAS' workspace, inside torch's allocator.
-        source: of the figures.
-        host_bandwidth_both: bytes per second to the device, and of those to the host, while both directions copy; None
-            if one doesn't slow the other.
-        host_memory_bandwidth: bytes per second that both directions together read and write of host memory; None for no
-            limit.
-        flops_reached: share of each of ``flops`` that a matrix product reaches.
-        bandwidth_reached: share of ``memory_bandwidth`` that a copy reaches.
-        calibrated: date on which the shares, the host's bandwidths and the constants were measured; None if they
-            weren't.
-    """
-
-    name: str
-    label: str
-    memory_bytes: int
-    memory_bandwidth: float
-    host_bandwidth: float
+    name: str  # stem of its file; without a file, ``cpu`` or a name derived from the label
+    label: str  # the name that ``torch.cuda.get_device_name`` returns
+    memory_bytes: int  # ``total_memory`` of ``torch.cuda.get_device_properties(0)``, less than the advertised memory
+    memory_bandwidth: float  # peak bytes per second
+    host_bandwidth: float  # bytes per second that copies to or from the host reach
+    # peak dense floating-point operations per second for bf16, fp16, tf32, fp32 and fp64, with sums in fp32 or more,
+    # and for fp16 with sums in fp16; None for a kind that the device doesn't have
     flops: Mapping[str, float | None]
-    context_bytes: int
-    workspace_bytes: int
-    source: str
+    context_bytes: int  # CUDA's context and loaded kernels, outside torch's allocator
+    workspace_bytes: int  # cuBLAS' workspace, inside torch's allocator
+    source: str  # of the figures
+    # bytes per second to the device, and of those to the host, while both directions copy; None if one doesn't slow the
+    # other
     host_bandwidth_both: Sequence[float] | None = None
+    # bytes per second that both directions together read and write of host memory; None for no limit
     host_memory_bandwidth: float | None = None
+    # share of each of ``flops`` that a matrix product reaches
     flops_reached: Mapping[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, FLOPS_REACHED))
-    bandwidth_reached: float = BANDWIDTH_REACHED
+    bandwidth_reached: float = BANDWIDTH_REACHED  # share of ``memory_bandwidth`` that a copy reaches
+    # date on which the shares, the host's bandwidths and the constants were measured; None if they weren't
     calibrated: str | None = None
 
     def copy_speeds(self) -> tuple[float, tuple[float, float]]:

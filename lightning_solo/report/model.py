@@ -15,39 +15,26 @@ Draw = Callable[[Palette], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart, with text and table for readers who can't see it.
+    """A chart, with text and table for readers who can't see it."""
 
-    Attributes:
-        name: name of the figure's PNG file and of its anchor on the page.
-        caption: the contents of the chart, their source, and omissions.
-        alternative: text for a screen reader, with the main figures.
-        table: the data, thinned.
-    """
-
-    name: str
+    name: str  # name of the figure's PNG file and of its anchor on the page
     title: str
-    caption: str
-    alternative: str
+    caption: str  # the contents of the chart, their source, and omissions
+    alternative: str  # text for a screen reader, with the main figures
     draw: Draw
-    table: Table
+    table: Table  # the data, thinned
 
 
 @dataclass(frozen=True)
 class Report:
-    """The contents of a report on a folder.
-
-    Attributes:
-        facts: name -> value, for the head of the page.
-        documents: title -> text, such as the composed configuration.
-        notes: files that could not be read, and why.
-    """
+    """The contents of a report on a folder."""
 
     title: str
-    facts: dict[str, str] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)  # name -> value, for the head of the page
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
-    documents: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    documents: dict[str, str] = field(default_factory=dict)  # title -> text, such as the composed configuration
+    notes: list[str] = field(default_factory=list)  # files that could not be read, and why
 
     def add(self, other: Report) -> None:
         """Add the contents of another report on the same folder."""

@@ -12,18 +12,13 @@ MOST_BUCKETS = 400
 
 @dataclass(frozen=True)
 class Series:
-    """A quantity at each step where it was logged, finite values only.
-
-    Attributes:
-        part: the fit, from 0, of a run that was resumed. No line joins two parts.
-        left_out: number of values that are not finite, or not numbers.
-    """
+    """A quantity at each step where it was logged, finite values only."""
 
     name: str
     steps: Sequence[int]
     values: Sequence[float]
-    part: int = 0
-    left_out: int = 0
+    part: int = 0  # the fit, from 0, of a run that was resumed. No line joins two parts.
+    left_out: int = 0  # number of values that are not finite, or not numbers
 
     def thinned(self, buckets: int) -> Series:
         """Return this series with at most ``2 * buckets + 2`` points, its least and greatest among them."""

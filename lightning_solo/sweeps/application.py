@@ -31,31 +31,20 @@ from lightning_solo.errors import ConflictError
 
 @dataclass(frozen=True)
 class Application:
-    """A task function and the state it needs in another process.
+    """A task function and the state it needs in another process."""
 
-    Attributes:
-        module: name of the module to import.
-        file: its script, if it was run as one: `python train.py`.
-        function: its name in the module.
-        unwrap: number of decorators around it there, such as `hydra.main`; None if it can't be imported.
-        path: `sys.path` of the command.
-        arguments: `sys.argv` of the command.
-        preload: modules to import before the first job; by default ``PRELOAD`` of its module.
-        resolvers: the command's OmegaConf resolvers, pickled; None for one that can't be pickled.
-        carried: the pickled function (None if it can be imported) and Hydra's pickled state.
-        code: a hash of each file that defines it, see `_code_of`.
-    """
-
-    module: str
-    file: str | None
-    function: str
-    unwrap: int | None
-    path: tuple[str, ...]
-    arguments: tuple[str, ...]
-    preload: tuple[str, ...] = ()
+    module: str  # name of the module to import
+    file: str | None  # its script, if it was run as one: `python train.py`
+    function: str  # its name in the module
+    unwrap: int | None  # number of decorators around it there, such as `hydra.main`; None if it can't be imported
+    path: tuple[str, ...]  # `sys.path` of the command
+    arguments: tuple[str, ...]  # `sys.argv` of the command
+    preload: tuple[str, ...] = ()  # modules to import before the first job; by default ``PRELOAD`` of its module
+    # the command's OmegaConf resolvers, pickled; None for one that can't be pickled
     resolvers: Mapping[str, bytes | None] = field(default_factory=dict)
+    # the pickled function (None if it can be imported) and Hydra's pickled state
     carried: bytes = pickle.dumps((None, None))
-    code: Mapping[str, str] = field(default_factory=dict)
+    code: Mapping[str, str] = field(default_factory=dict)  # a hash of each file that defines it, see `_code_of`
 
     @property
     def name(self) -> str:

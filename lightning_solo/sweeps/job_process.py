@@ -29,12 +29,7 @@ BEFORE_S = 0.3
 
 @dataclass(frozen=True)
 class JobRequest:
-    """An attempt at a job, as sent to the process that starts it and to the job's process.
-
-    Attributes:
-        variables: environment variables of the job alone.
-        devices: number of devices, and of the job's processes.
-    """
+    """An attempt at a job, as sent to the process that starts it and to the job's process."""
 
     number: int
     attempt: int
@@ -42,8 +37,8 @@ class JobRequest:
     folder: str
     argument: bytes
     settings: Settings
-    variables: Mapping[str, str] = field(default_factory=dict)
-    devices: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)  # environment variables of the job alone
+    devices: int = 1  # number of devices, and of the job's processes
 
 
 def run(task: Callable[[Any], Any], request: JobRequest, files: JobFiles, rank: int = 0) -> int:

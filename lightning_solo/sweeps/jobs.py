@@ -23,30 +23,20 @@ REMEDY = "write 'hydra.sweep.subdir=${hydra.job.num}'"
 
 @dataclass
 class Settings:
-    """The settings of `hydra.launcher`.
+    """The settings of `hydra.launcher`."""
 
-    Attributes:
-        parallel: jobs at a time; None for one per GPU and job on it, or 1 without ``gpus``.
-        gpus: GPUs that are shared out between the jobs: ``auto``, a list of entries of CUDA_VISIBLE_DEVICES, or None.
-        jobs_per_gpu: jobs that share a GPU; ``auto`` for as many as fit by their plans.
-        timeout_s: seconds that a job may take; None for no limit.
-        grace_s: seconds between the signal that asks a job to end and the signal that kills it.
-        retries: how often a failed job is started again.
-        rerun: which jobs of an earlier command run again: never, failed, all. Jobs with a changed configuration always
-            run again; so do those of a changed script, except with ``failed``.
-        output_mib: MiB of a job's output that are kept; 0 for all.
-        tail_lines: lines of a failed job's output that are shown.
-    """
-
-    parallel: int | None = None
+    parallel: int | None = None  # jobs at a time; None for one per GPU and job on it, or 1 without ``gpus``
+    # GPUs that are shared out between the jobs: ``auto``, a list of entries of CUDA_VISIBLE_DEVICES, or None
     gpus: Any = None
-    jobs_per_gpu: Any = 1
-    timeout_s: float | None = None
-    grace_s: float = 10.0
-    retries: int = 0
+    jobs_per_gpu: Any = 1  # jobs that share a GPU; ``auto`` for as many as fit by their plans
+    timeout_s: float | None = None  # seconds that a job may take; None for no limit
+    grace_s: float = 10.0  # seconds between the signal that asks a job to end and the signal that kills it
+    retries: int = 0  # how often a failed job is started again
+    # which jobs of an earlier command run again: never, failed, all. Jobs with a changed configuration always run
+    # again; so do those of a changed script, except with ``failed``.
     rerun: str = "never"
-    output_mib: int = 64
-    tail_lines: int = 15
+    output_mib: int = 64  # MiB of a job's output that are kept; 0 for all
+    tail_lines: int = 15  # lines of a failed job's output that are shown
 
     def __post_init__(self) -> None:
         check_least("launcher", self, parallel=1, retries=0, grace_s=0, output_mib=0, tail_lines=0)
@@ -96,43 +86,29 @@ def is_list(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """A job to run.
-
-    Attributes:
-        argument: returns the task function's pickled argument when it is needed.
-        devices: number of devices that it takes.
-        planned_bytes: returns the device memory that it is planned to take; None if unknown.
-    """
+    """A job to run."""
 
     number: int
     overrides: tuple[str, ...]
     folder: Path
     config_hash: str
-    argument: Callable[[], bytes]
-    devices: int = 1
+    argument: Callable[[], bytes]  # returns the task function's pickled argument when it is needed
+    devices: int = 1  # number of devices that it takes
+    # returns the device memory that it is planned to take; None if unknown
     planned_bytes: Callable[[], int | None] = lambda: None
 
 
 class Try(NamedTuple):
-    """An attempt at a job.
-
-    Attributes:
-        failures: earlier attempts that count against `Settings.retries`.
-        anew: the reason why it starts from the beginning; empty if it resumes the earlier attempts.
-        seconds: total seconds of the attempts that it resumes.
-        alone: whether no other job may use its GPUs, because it ran out of memory beside another.
-        gpus: the GPUs that it runs on.
-        shared: whether another job has used one of them while it ran.
-    """
+    """An attempt at a job."""
 
     job: Job
     attempt: int
-    failures: int = 0
-    anew: str = ""
-    seconds: float = 0.0
-    alone: bool = False
-    gpus: tuple[str, ...] = ()
-    shared: bool = False
+    failures: int = 0  # earlier attempts that count against `Settings.retries`
+    anew: str = ""  # the reason why it starts from the beginning; empty if it resumes the earlier attempts
+    seconds: float = 0.0  # total seconds of the attempts that it resumes
+    alone: bool = False  # whether no other job may use its GPUs, because it ran out of memory beside another
+    gpus: tuple[str, ...] = ()  # the GPUs that it runs on
+    shared: bool = False  # whether another job has used one of them while it ran
 
     @property
     def resumes(self) -> bool:

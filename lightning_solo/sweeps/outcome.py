@@ -30,23 +30,15 @@ OWN_SIGNALS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGSYS", "SI
 
 @dataclass(frozen=True)
 class End:
-    """The end of a job's process.
+    """The end of a job's process."""
 
-    Attributes:
-        exit_code: negative for a signal.
-        peak_host_bytes: resident memory of its largest process.
-        oom_kills: processes that the kernel killed for lack of memory while it ran.
-        timeout_s: the time limit at which it was ended, if any.
-        not_started: why it could not be started; empty if it was.
-    """
-
-    exit_code: int
+    exit_code: int  # negative for a signal
     seconds: float | None = None
-    peak_host_bytes: int | None = None
-    oom_kills: int = 0
-    timeout_s: float | None = None
+    peak_host_bytes: int | None = None  # resident memory of its largest process
+    oom_kills: int = 0  # processes that the kernel killed for lack of memory while it ran
+    timeout_s: float | None = None  # the time limit at which it was ended, if any
     interrupted: bool = False
-    not_started: str = ""
+    not_started: str = ""  # why it could not be started; empty if it was
 
 
 def outcome(end: End, result: Mapping[str, Any] | None) -> tuple[str, str]:

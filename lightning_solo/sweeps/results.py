@@ -22,43 +22,27 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one job and its costs.
+    """The result of one job and its costs."""
 
-    Attributes:
-        number: number of the job in its sweep, from 0.
-        overrides: the job's overrides, without Hydra's own.
-        status: one of `outcome.STATUSES`.
-        detail: a line such as the exception.
-        folder: the job's folder.
-        attempt: number of times that the job was started.
-        returned: the value of the task function if it is plain, else None.
-        metrics: the metrics of the last fit and of tests after it, by name.
-        steps: number of optimizer steps.
-        seconds: seconds from the start to the end of its process, plus those of the attempts that it resumed.
-        peak_device_bytes: peak memory on the device; None without a device.
-        peak_host_bytes: peak resident memory of the job's largest process.
-        gpu: the job's CUDA_VISIBLE_DEVICES, if the sweep shares out GPUs.
-        config_hash: hash of the composed configuration, without Hydra's section.
-        versions: package -> version.
-    """
-
-    number: int
-    overrides: tuple[str, ...]
-    status: str
-    detail: str = ""
-    folder: str = ""
-    attempt: int = 1
-    returned: Any = None
+    number: int  # number of the job in its sweep, from 0
+    overrides: tuple[str, ...]  # the job's overrides, without Hydra's own
+    status: str  # one of `outcome.STATUSES`
+    detail: str = ""  # a line such as the exception
+    folder: str = ""  # the job's folder
+    attempt: int = 1  # number of times that the job was started
+    returned: Any = None  # the value of the task function if it is plain, else None
+    # the metrics of the last fit and of tests after it, by name
     metrics: Mapping[str, float] = field(default_factory=dict)
-    steps: int | None = None
+    steps: int | None = None  # number of optimizer steps
+    # seconds from the start to the end of its process, plus those of the attempts that it resumed
     seconds: float | None = None
     started: float | None = None
-    peak_device_bytes: int | None = None
-    peak_host_bytes: int | None = None
-    gpu: str = ""
-    config_hash: str = ""
+    peak_device_bytes: int | None = None  # peak memory on the device; None without a device
+    peak_host_bytes: int | None = None  # peak resident memory of the job's largest process
+    gpu: str = ""  # the job's CUDA_VISIBLE_DEVICES, if the sweep shares out GPUs
+    config_hash: str = ""  # hash of the composed configuration, without Hydra's section
     hardware: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # package -> version
 
     @property
     def loss(self) -> float | None:

@@ -25,33 +25,21 @@ ALLOWED = {
 
 @dataclass
 class Settings:
-    """The settings of `hydra.sweeper`.
+    """The settings of `hydra.sweeper`."""
 
-    Attributes:
-        n_trials: number of trials in the study, including failed ones and those of earlier commands.
-        n_jobs: trials that are drawn at a time.
-        direction: minimize or maximize, one per objective.
-        objectives: value, returned by the task function; peak_memory and seconds, measured by the sweep.
-        seed: seed of the sampler; None draws one.
-        pruning: whether Lightning ends trials that do worse than the median of earlier ones.
-        monitor: the metric for pruning; None for the validation loss.
-        prune_after_trials: finished trials before the first one is pruned.
-        prune_after_steps: optimizer steps, or epochs for a Trainer that validates once in each, before a trial is
-            pruned.
-        study_name: None for the name of the sweep's folder.
-    """
-
-    n_trials: int = 20
-    n_jobs: int = 1
-    direction: list[str] = field(default_factory=lambda: ["minimize"])
+    n_trials: int = 20  # number of trials in the study, including failed ones and those of earlier commands
+    n_jobs: int = 1  # trials that are drawn at a time
+    direction: list[str] = field(default_factory=lambda: ["minimize"])  # minimize or maximize, one per objective
+    # value, returned by the task function; peak_memory and seconds, measured by the sweep
     objectives: list[str] = field(default_factory=lambda: [VALUE])
     sampler: str = "tpe"
-    seed: int | None = 0
-    pruning: bool = False
-    monitor: str | None = None
-    prune_after_trials: int = 5
+    seed: int | None = 0  # seed of the sampler; None draws one
+    pruning: bool = False  # whether Lightning ends trials that do worse than the median of earlier ones
+    monitor: str | None = None  # the metric for pruning; None for the validation loss
+    prune_after_trials: int = 5  # finished trials before the first one is pruned
+    # optimizer steps, or epochs for a Trainer that validates once in each, before a trial is pruned
     prune_after_steps: int = 0
-    study_name: str | None = None
+    study_name: str | None = None  # None for the name of the sweep's folder
 
 
 def settings(options: Mapping[str, Any], parallel: int) -> Settings:

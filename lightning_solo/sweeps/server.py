@@ -36,20 +36,15 @@ from lightning_solo.sweeps.ranks import run_ranks
 
 @dataclass
 class Running:
-    """A job's process.
-
-    Attributes:
-        descriptor: of the process; readable once it has ended.
-        stopped_at: time of the last signal to end, on the monotonic clock.
-    """
+    """A job's process."""
 
     request: JobRequest
     child: Child
-    descriptor: int
+    descriptor: int  # of the process; readable once it has ended
     started: float
     timed_out: bool = False
     interrupted: bool = False
-    stopped_at: float | None = None
+    stopped_at: float | None = None  # time of the last signal to end, on the monotonic clock
 
 
 class Server:

@@ -25,17 +25,11 @@ def factor_at(milestones: Milestones, position: float) -> int:
 
 @dataclass(frozen=True)
 class Epoch:
-    """The size of an epoch.
+    """The size of an epoch."""
 
-    Attributes:
-        batches: number of batches.
-        batch_size: samples in each batch but the last; for schedules by samples.
-        samples: number of samples.
-    """
-
-    batches: int
-    batch_size: int = 0
-    samples: int = 0
+    batches: int  # number of batches
+    batch_size: int = 0  # samples in each batch but the last; for schedules by samples
+    samples: int = 0  # number of samples
 
 
 def epoch_of(loader: Any, batches: int) -> Epoch | None:

@@ -27,21 +27,13 @@ _PLACES = {
 
 @dataclass
 class Choice:
-    """The block calls that batches up to a size keep.
+    """The block calls that batches up to a size keep."""
 
-    Attributes:
-        shapes: shapes of the counted batch's tensors.
-        options: all possible choices.
-        kept: block calls that aren't recomputed.
-        is_compiled: whether blocks are compiled, so that the ledger doesn't see their memory.
-        is_checked: whether a batch under this choice was counted.
-    """
-
-    shapes: Sequence[tuple[int, ...]]
-    options: Options
-    kept: frozenset[Call]
-    is_compiled: bool
-    is_checked: bool
+    shapes: Sequence[tuple[int, ...]]  # shapes of the counted batch's tensors
+    options: Options  # all possible choices
+    kept: frozenset[Call]  # block calls that aren't recomputed
+    is_compiled: bool  # whether blocks are compiled, so that the ledger doesn't see their memory
+    is_checked: bool  # whether a batch under this choice was counted
 
 
 class BudgetedBatches:

@@ -82,29 +82,19 @@ class Returned:
 
 @dataclass
 class Splitting:
-    """The settings and state of a block that runs in micro-batches.
+    """The settings and state of a block that runs in micro-batches."""
 
-    Attributes:
-        name: of the block, for messages.
-        micro_batches: how many there are at most.
-        batch_dim: of the hidden states.
-        calls: number of calls with gradients.
-        most: largest number of micro-batches of a call.
-        is_checked: whether samples have been compared with one another.
-        arguments: what is known of arguments; those left out are divided if their size is the batch's.
-        outputs: what is known of outputs; those left out are joined if their sizes are the micro-batches'.
-        returned: notes what is made and returned; None: needn't be known.
-    """
-
-    name: str
-    micro_batches: int
-    batch_dim: int = 0
-    calls: int = 0
-    most: int = 0
-    is_checked: bool = False
+    name: str  # of the block, for messages
+    micro_batches: int  # how many there are at most
+    batch_dim: int = 0  # of the hidden states
+    calls: int = 0  # number of calls with gradients
+    most: int = 0  # largest number of micro-batches of a call
+    is_checked: bool = False  # whether samples have been compared with one another
+    # what is known of arguments; those left out are divided if their size is the batch's
     arguments: Dims = field(default_factory=dict)
+    # what is known of outputs; those left out are joined if their sizes are the micro-batches'
     outputs: Dims = field(default_factory=dict)
-    returned: Returned | None = None
+    returned: Returned | None = None  # notes what is made and returned; None: needn't be known
 
     def __post_init__(self) -> None:
         remedy = f"Write {OPTION}.blocks=[ClassName] of classes that don't contain it, or ~{OPTION}"

@@ -39,38 +39,23 @@ KEPT_BYTES = 2**23
 
 @dataclass(eq=False)
 class _Call:
-    """A call of ``training_step`` in the current window.
+    """A call of ``training_step`` in the current window."""
 
-    Attributes:
-        arguments: batch and index, as ``training_step`` got them; empty if the batch isn't kept.
-        place: epoch and index of the batch.
-        random: states of the random generators before it.
-        losses: what backward got of it, divided by the accumulation factor.
-    """
-
-    arguments: tuple[Any, ...]
-    place: tuple[int, int]
-    random: list[Any]
-    losses: list[Tensor] = field(default_factory=list)
+    arguments: tuple[Any, ...]  # batch and index, as ``training_step`` got them; empty if the batch isn't kept
+    place: tuple[int, int]  # epoch and index of the batch
+    random: list[Any]  # states of the random generators before it
+    losses: list[Tensor] = field(default_factory=list)  # what backward got of it, divided by the accumulation factor
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """What the device looks at, and the host reads later.
+    """What the device looks at, and the host reads later."""
 
-    Attributes:
-        values: the losses of a window; for a fused optimizer then 1 if its step wasn't taken, else 0.
-        calls: of the window.
-        scale: the mean loss of the window, divided by the sum of what backward got.
-        step: number of the optimizer step.
-        fused: the fused optimizer, which raises no error.
-    """
-
-    values: LateValues
-    calls: list[_Call]
-    scale: float
-    step: int
-    fused: Optimizer | None
+    values: LateValues  # the losses of a window; for a fused optimizer then 1 if its step wasn't taken, else 0
+    calls: list[_Call]  # of the window
+    scale: float  # the mean loss of the window, divided by the sum of what backward got
+    step: int  # number of the optimizer step
+    fused: Optimizer | None  # the fused optimizer, which raises no error
 
 
 class FiniteGuard(Technique, Settings):

@@ -17,23 +17,14 @@ from lightning_solo.units import format_seconds
 
 @dataclass(frozen=True)
 class Loading:
-    """How a loader, or several together, loads.
+    """How a loader, or several together, loads."""
 
-    Attributes:
-        workers: the smallest ``num_workers`` of the loaders; None if no loader can have workers.
-        ahead: whether batches are loaded during earlier steps.
-        starts_workers: whether workers start with each epoch.
-        prefetched: whether the batches of all loaders are prefetched.
-        indexed: whether all loaders have map-style data sets, whose items `item_cache` can cache.
-        cached: whether the items of all loaders are cached.
-    """
-
-    workers: int | None = None
-    ahead: bool = False
-    starts_workers: bool = False
-    prefetched: bool = False
-    indexed: bool = False
-    cached: bool = False
+    workers: int | None = None  # the smallest ``num_workers`` of the loaders; None if no loader can have workers
+    ahead: bool = False  # whether batches are loaded during earlier steps
+    starts_workers: bool = False  # whether workers start with each epoch
+    prefetched: bool = False  # whether the batches of all loaders are prefetched
+    indexed: bool = False  # whether all loaders have map-style data sets, whose items `item_cache` can cache
+    cached: bool = False  # whether the items of all loaders are cached
 
     @classmethod
     def of(cls, loader: Any) -> Loading:
@@ -60,19 +51,12 @@ class Loading:
 
 @dataclass(frozen=True)
 class Saving:
-    """The saving of an option.
+    """The saving of an option."""
 
-    Attributes:
-        option: ``num_workers``, ``pin_memory``, ``persistent_workers``, ``caching`` or ``prefetch``.
-        write: code that sets the option.
-        seconds: largest possible saving.
-        share: share of ``seconds`` in the measured training time.
-    """
-
-    option: str
-    write: str
-    seconds: float
-    share: float
+    option: str  # ``num_workers``, ``pin_memory``, ``persistent_workers``, ``caching`` or ``prefetch``
+    write: str  # code that sets the option
+    seconds: float  # largest possible saving
+    share: float  # share of ``seconds`` in the measured training time
 
 
 def savings(times: Times, loading: Loading, *, cores: int, cuda: bool) -> list[Saving]:

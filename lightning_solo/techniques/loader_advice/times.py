@@ -54,31 +54,18 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a fit, without its first batch and its validations.
+    """Seconds of a fit, without its first batch and its validations."""
 
-    Attributes:
-        batches: number of trained batches.
-        total_s: seconds of all these batches.
-        wait_s: seconds in which the device was idle and waited for a batch.
-        copy_s: seconds of the batches' copies to the device.
-        start_s: seconds in which workers were started, if they start with each epoch.
-        first_s: seconds of waiting for the first batch of an epoch, if workers start with it.
-        validation_s: seconds of validations; not part of the total.
-        load_s: seconds of the host in the loader, if it loads in the training thread; else 0.
-        collate_s: the part of ``load_s`` that is spent in ``collate_fn``.
-        is_pageable: whether batches are copied to a GPU from host memory that isn't pinned.
-    """
-
-    batches: int
-    total_s: float
-    wait_s: float
-    copy_s: float
-    start_s: float = 0.0
-    first_s: float = 0.0
-    validation_s: float = 0.0
-    load_s: float = 0.0
-    collate_s: float = 0.0
-    is_pageable: bool = False
+    batches: int  # number of trained batches
+    total_s: float  # seconds of all these batches
+    wait_s: float  # seconds in which the device was idle and waited for a batch
+    copy_s: float  # seconds of the batches' copies to the device
+    start_s: float = 0.0  # seconds in which workers were started, if they start with each epoch
+    first_s: float = 0.0  # seconds of waiting for the first batch of an epoch, if workers start with it
+    validation_s: float = 0.0  # seconds of validations; not part of the total
+    load_s: float = 0.0  # seconds of the host in the loader, if it loads in the training thread; else 0
+    collate_s: float = 0.0  # the part of ``load_s`` that is spent in ``collate_fn``
+    is_pageable: bool = False  # whether batches are copied to a GPU from host memory that isn't pinned
 
     @property
     def step_s(self) -> float:

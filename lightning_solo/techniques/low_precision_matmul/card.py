@@ -15,15 +15,10 @@ from lightning_solo.cards.tracing import Tracing
 
 @dataclass(frozen=True)
 class Format:
-    """The hardware that a format needs.
+    """The hardware that a format needs."""
 
-    Attributes:
-        capability: smallest CUDA compute capability.
-        geforce: whether only GeForce cards gain speed.
-    """
-
-    capability: tuple[int, int]
-    geforce: bool = False
+    capability: tuple[int, int]  # smallest CUDA compute capability
+    geforce: bool = False  # whether only GeForce cards gain speed
 
 
 FORMATS = {

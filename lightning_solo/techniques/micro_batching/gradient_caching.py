@@ -31,23 +31,15 @@ Part = tuple[tuple[Any, ...], dict[str, Any], int]
 
 @dataclass
 class Embedding:
-    """A module or method that embeds samples, and how its calls are split.
+    """A module or method that embeds samples, and how its calls are split."""
 
-    Attributes:
-        option: the override that chose it, for messages.
-        split: function of (args, kwargs, size) that returns the parts of a call, each of at most ``size`` samples.
-        size: the largest number of samples in a part; None: calls aren't split.
-        check: whether the next split call is compared with the undivided one.
-        calls: the calls with gradients.
-        is_split: whether a part of a call is running.
-    """
-
-    option: str
+    option: str  # the override that chose it, for messages
+    # function of (args, kwargs, size) that returns the parts of a call, each of at most ``size`` samples
     split: Callable[[Any, Any, int], list[Part]]
-    size: int | None = None
-    check: bool = True
-    calls: int = 0
-    is_split: bool = False
+    size: int | None = None  # the largest number of samples in a part; None: calls aren't split
+    check: bool = True  # whether the next split call is compared with the undivided one
+    calls: int = 0  # the calls with gradients
+    is_split: bool = False  # whether a part of a call is running
 
     def __post_init__(self) -> None:
         self._made: list[range] | None = []  # numbers of the graph's nodes that parts made; None: needn't be known

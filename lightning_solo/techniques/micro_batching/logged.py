@@ -12,14 +12,10 @@ from torch import Tensor
 
 @dataclass
 class Logged:
-    """The calls of ``self.log`` in the parts of a batch.
+    """The calls of ``self.log`` in the parts of a batch."""
 
-    Attributes:
-        share: weight of the current part in the mean over the batch.
-        calls: (share, value, options) of each call, by hook and name.
-    """
-
-    share: float = 1.0
+    share: float = 1.0  # weight of the current part in the mean over the batch
+    # (share, value, options) of each call, by hook and name
     calls: dict[tuple[str, str], list[tuple[float, Any, dict[str, Any]]]] = field(default_factory=dict)
 
     def log(self, hook: str, name: str, value: Any, **options: Any) -> None:

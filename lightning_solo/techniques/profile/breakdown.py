@@ -24,16 +24,11 @@ Where = tuple[str, str, str]
 
 @dataclass
 class Breakdown:
-    """Seconds of a trace by where they were spent; those of inner ranges don't count in outer ones.
+    """Seconds of a trace by where they were spent; those of inner ranges don't count in outer ones."""
 
-    Attributes:
-        host: where -> the host's seconds.
-        device: where -> the device's seconds; empty without a device.
-        idle: share of the time from the device's first work to its last in which it had none; None without a device.
-    """
-
-    host: dict[Where, float] = field(default_factory=dict)
-    device: dict[Where, float] = field(default_factory=dict)
+    host: dict[Where, float] = field(default_factory=dict)  # where -> the host's seconds
+    device: dict[Where, float] = field(default_factory=dict)  # where -> the device's seconds; empty without a device
+    # share of the time from the device's first work to its last in which it had none; None without a device
     idle: float | None = None
 
     @classmethod
