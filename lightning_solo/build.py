@@ -23,11 +23,6 @@ def trainer_arguments(
 ) -> dict[str, Any]:
     """Return the Trainer arguments that a preset needs, with ``devices=1`` unless it has an engine for several.
 
-    Args:
-        configuration: the preset's configuration.
-        callbacks: the user's own callbacks, which follow the preset's.
-        lightning: the Trainer's package, one of `HOMES` or ``"lightning"``.
-
     Raises:
         CapabilityError: this machine lacks something that the preset needs.
         ConflictError: a callback of the preset is also among ``callbacks``.

@@ -183,11 +183,7 @@ def _content(cell: Any) -> Any:
 
 
 class OwnSources:
-    """The generators in the attributes of objects, found anew in the first `SEARCHES`: some are made with an item.
-
-    Args:
-        roots: the objects, by name.
-    """
+    """The generators in the attributes of objects, found anew in the first `SEARCHES`: some are made with an item."""
 
     def __init__(self, **roots: Any) -> None:
         self.roots = roots

@@ -76,10 +76,6 @@ class TechniqueSettings:
     def parse(cls: type[AnySettings], values: Mapping[str, Any], option: str) -> AnySettings:
         """Return settings from plain values and, for missing ones, defaults.
 
-        Args:
-            values: setting -> value.
-            option: path of the settings, for messages.
-
         Raises:
             PresetError: an unknown setting or an invalid value.
             ConflictError: two settings that contradict each other.

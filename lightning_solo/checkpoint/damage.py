@@ -33,10 +33,6 @@ def loaded(load: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> An
 def refuse_damaged(path: Path, another: str) -> None:
     """Read a checkpoint's file to its end, and refuse one that isn't as it was written; leave folders alone.
 
-    Args:
-        path: the file.
-        another: the argument that names another run or checkpoint, for the message.
-
     Raises:
         CheckpointError: the file is damaged; names the reason and the other checkpoints in its folder.
     """

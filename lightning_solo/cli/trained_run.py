@@ -173,10 +173,6 @@ def _as_trained(model: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
 def rebuilt(run: TrainedRun, folder: Path) -> tuple[Any, Any, Any]:
     """Return (Trainer, module, data) of a run with its preset; the Trainer neither logs nor saves.
 
-    Args:
-        run: the run.
-        folder: for files of observers.
-
     Raises:
         CapabilityError: this machine lacks something that the preset needs.
         PresetError: the Trainer refuses an argument.

@@ -26,9 +26,6 @@ class ItemStates:
     """States of the generators that a loader, its samplers, its data set and its workers hold.
 
     The global generators of this process are no part of it.
-
-    Args:
-        loader: whose items these are.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -48,12 +45,7 @@ class ItemStates:
         self._rotated = False  # whether the workers' numbers differ from those of an undisturbed run
 
     def start(self, iterate: Callable[[], Iterator[Any]], done: int) -> Iterator[Any]:
-        """Return ``iterate()``, an iterator of the loader, whose workers continue those of the saved run.
-
-        Args:
-            iterate: makes the iterator.
-            done: batches of the epoch that have been returned.
-        """
+        """Return ``iterate()``, an iterator of the loader, whose workers continue those of the saved run."""
         loader, saved = self._loader, self._resumed
         self._resumed = None
         if loader.num_workers:

@@ -273,9 +273,6 @@ def two_documents(loader: Any) -> TwoDocuments:
     Each has two equal rows if the loader's batches have several rows, since some kernels look for documents only in
     batches of one row.
 
-    Args:
-        loader: as `packed_loader` returns it.
-
     Raises:
         ConflictError: the first rows have no second document with labels, or the collate function doesn't suit
             `PackedCollate`.

@@ -116,9 +116,6 @@ def _array(tensor: Tensor) -> Any:
 class SoftLabels:
     """The soft labels of a file, which stays mapped.
 
-    Args:
-        path: of a complete file.
-
     Raises:
         CheckpointError: it is missing, incomplete, damaged or another kind of file.
     """
@@ -238,10 +235,6 @@ def read_origin(path: Path) -> Origin:
 
 class SoftLabelWriter:
     """Writes soft labels to ``NAME.partial``, after its whole blocks, and names it ``NAME`` in `finish`.
-
-    Args:
-        path: of the file.
-        origin: of all labels.
 
     Raises:
         CheckpointError: the partial file has another origin, or another process writes it.

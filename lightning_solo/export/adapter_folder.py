@@ -97,13 +97,7 @@ def _key(key: str) -> str:
 
 
 def peft_config(trained: TrainedModel, config: AdapterConfig, names: Collection[str]) -> Any:
-    """Return peft's configuration of an adapter.
-
-    Args:
-        trained: the model.
-        config: of the adapter.
-        names: of all modules of the model.
-    """
+    """Return peft's configuration of an adapter."""
     peft, model = imported("peft"), trained.model
     task = next((task for end, task in TASKS.items() if type(model).__name__.endswith(end)), None)
     whole = {id(p) for p in whole_parameters(model, config.modules_to_save).values()}

@@ -105,15 +105,7 @@ _ROWS = 1024
 
 
 class _Writing(Technique):
-    """Writes draws of the teacher instead of training; nothing steps.
-
-    Args:
-        teacher: as `make_teacher` takes it.
-        part, dtype, streamed: of the teacher.
-        path: of the file.
-        draws, seed: as for `write_soft_labels`.
-        in_order: whether the loader's own order is kept.
-    """
+    """Writes draws of the teacher instead of training; nothing steps."""
 
     phase = Phase.DATA
 

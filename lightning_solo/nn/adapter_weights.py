@@ -93,10 +93,6 @@ def refuse_other_base(base: Record | None, saved: Record | None) -> None:
     Weights in 4 or 8 bits, here or when the adapter was trained, may differ by as much as rounding changes them, since
     processors round a little differently.
 
-    Args:
-        base: of the module, from `base_record`.
-        saved: of the module whose adapter it is.
-
     Raises:
         CheckpointError: names, shapes or values differ; the message names the first weights that do.
     """

@@ -29,11 +29,6 @@ class Output(NamedTuple):
 class Features:
     """Keeps the outputs of named layers while it records, by hooks, until `remove`.
 
-    Args:
-        module: whose layers they are.
-        names: of the layers.
-        whose: "student" or "teacher", for messages.
-
     Attributes:
         kept: name and output of each call of a layer since the recording began.
 

@@ -14,10 +14,6 @@ class Depths:
     What comes before the first block has depth -1, what comes after the last one ``count``, and what stands between two
     blocks the depth of the former. A parameter of several parts has the smallest of their depths.
 
-    Args:
-        module: with the blocks.
-        blocks: qualified name -> block, in module order.
-
     Attributes:
         count: number of blocks.
         parameters: qualified name of each parameter -> depth.

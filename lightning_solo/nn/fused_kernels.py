@@ -192,13 +192,7 @@ class _Gated(torch.autograd.Function):
 
 
 def fuse_layers(layers: Mapping[str, nn.Module], computations: Mapping[str, Computation], back_end: str) -> None:
-    """Run layers by fused kernels; ``restore_forwards(layers, Fused)`` undoes it.
-
-    Args:
-        layers: name -> layer.
-        computations: name -> computation, as `fusable_layers` returns it.
-        back_end: a name of `BACK_ENDS`.
-    """
+    """Run layers by fused kernels; ``restore_forwards(layers, Fused)`` undoes it."""
     for name, layer in layers.items():
         forwards.replace_forward(layer, forward, Fused(computations[name], back_end))
 

@@ -64,11 +64,6 @@ class SkippedBlocks:
     section 3). A draw depends on ``seed`` and the number of draws; torch's generators aren't used. A block's first call
     shows the form of its output; if that call is skipped, the block runs once without gradients.
 
-    Args:
-        blocks: name -> block.
-        count: number of blocks to skip.
-        seed: seed of the draws.
-
     Attributes:
         skipped: names of the blocks that are skipped now.
         draws: number of draws so far.

@@ -271,16 +271,7 @@ def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def run_recomputed(
     block: nn.Module, wrap: Wrap, function: Callable[..., Any], args: Any, kwargs: Any, number: Call | None = None
 ) -> Any:
-    """Return ``function(*args, **kwargs)``, which runs again in backward instead of keeping its activations.
-
-    Args:
-        block: has all state that the function may change.
-        wrap: the settings of its recomputation.
-        function: runs twice, with the same random numbers.
-        args: of the function.
-        kwargs: of the function.
-        number: of the call, if ``wrap.calls`` counts them.
-    """
+    """Return ``function(*args, **kwargs)``, which runs again in backward instead of keeping its activations."""
     return _Call(block, wrap, function, number).forward(args, kwargs)
 
 

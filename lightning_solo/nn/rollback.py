@@ -99,9 +99,6 @@ class Rollback:
 class Unchanged:
     """Notes which parameters change in place.
 
-    Args:
-        parameters: name -> parameter.
-
     >>> weight = nn.Parameter(torch.ones(2)); unchanged = Unchanged({"weight": weight})
     >>> with torch.no_grad(): _ = weight.add_(1)
     >>> unchanged.changed()

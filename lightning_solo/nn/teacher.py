@@ -48,12 +48,7 @@ class Call:
 
 
 class Calls:
-    """Records the outermost calls of parts whose output are logits, by hooks, until `remove`.
-
-    Args:
-        parts: name -> part.
-        features: layers whose outputs are kept with each call.
-    """
+    """Records the outermost calls of parts whose output are logits, by hooks, until `remove`."""
 
     def __init__(self, parts: Mapping[str, nn.Module], features: Features | None = None) -> None:
         self.calls: list[Call] = []

@@ -46,11 +46,6 @@ def converted(optimizer: Optimizer, schedulers: Iterable[Any] = (), *, back_end:
 
     Its attribute ``back_end`` tells `StepInBackward` that it steps each parameter by itself.
 
-    Args:
-        optimizer: torch's AdamW or Adam, before its first step.
-        schedulers: of the optimizer.
-        back_end: one of `BACK_ENDS`.
-
     Raises:
         CapabilityError: the package, a CUDA device or a compiler is missing.
         ConflictError: the library doesn't support the optimizer, one of its options or the type of the weights.

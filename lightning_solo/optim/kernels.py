@@ -155,13 +155,7 @@ class Kernels(Protocol):
 
 
 def kernels_on(device: torch.device, *, fused: bool | None = None, numel: int = 0) -> Kernels:
-    """Return the kernels for a device.
-
-    Args:
-        device: of parameters and gradients.
-        fused: as `CompactAdamW`.
-        numel: elements of all parameters.
-    """
+    """Return the kernels for a device."""
     from lightning_solo.optim.operator_kernels import CpuKernels, OperatorKernels
 
     operators = (CpuKernels if device.type == "cpu" else OperatorKernels)(device, fused=fused, numel=numel)

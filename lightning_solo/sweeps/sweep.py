@@ -52,14 +52,7 @@ def row_or_try(job: Job, start: Mapping[str, Any], row: Row | None, settings: Se
 
 
 def changed(job: Job, start: Mapping[str, Any], settings: Settings, code: Mapping[str, str]) -> str:
-    """Return what has changed since a job was started; empty if its earlier attempts count.
-
-    Args:
-        job: the job.
-        start: the record of its last start.
-        settings: the launcher's settings.
-        code: hash of each file of the application.
-    """
+    """Return what has changed since a job was started; empty if its earlier attempts count."""
     if start.get("config_hash") != job.config_hash:
         return "its configuration has changed"
     before = start.get("code")

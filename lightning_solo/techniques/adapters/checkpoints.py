@@ -29,12 +29,7 @@ if TYPE_CHECKING:
 
 
 class AdapterCheckpoint(Checkpoint):
-    """How adapters are saved and loaded.
-
-    Args:
-        ctx: the run.
-        technique: whose adapters they are.
-    """
+    """How adapters are saved and loaded."""
 
     def __init__(self, ctx: Run, technique: Adapters) -> None:
         self._ctx = ctx

@@ -117,10 +117,6 @@ def _on_host(value: Any) -> Any:
 def require_one_optimizer(ctx: Run, why: str) -> Optimizer:
     """Return the optimizer that is to train projections.
 
-    Args:
-        ctx: the run.
-        why: why there is to be a projection, for messages.
-
     Raises:
         ConflictError: its parameters are stored or stepped in a way of its own.
     """

@@ -399,12 +399,7 @@ def _set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _metric_states(module: nn.Module, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the states of the metrics in a module, which its state dict usually leaves out.
-
-    Args:
-        module: with the metrics.
-        before: earlier values that replace those of now, by path.
-    """
+    """Return the states of the metrics in a module, which its state dict usually leaves out."""
     states = {}
     for path, metric in module.named_modules():
         if isinstance(getattr(metric, "_defaults", None), dict):

@@ -18,9 +18,6 @@ class PhaseTimes:
 
     On a CUDA device each end of a phase is an event on the current stream, which is read once the device has passed
     it, so nothing waits.
-
-    Args:
-        device: of the training.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -26,12 +26,7 @@ from lightning_solo.techniques.pruning.card import OPTION, Settings
 
 
 class Structured:
-    """The removal of channels or heads from the module of one run.
-
-    Args:
-        settings: of the technique.
-        ctx: the run.
-    """
+    """The removal of channels or heads from the module of one run."""
 
     def __init__(self, settings: Settings, ctx: Run) -> None:
         self._settings = settings

@@ -15,11 +15,7 @@ OTHER = 0x08 | 0x200 | 0x400
 
 
 class GpuState:
-    """Reads a CUDA device's utilisation and throttling; after a failure it stops, since the device may support neither.
-
-    Args:
-        device: of the training.
-    """
+    """Reads a CUDA device's utilisation and throttling, until the first failure: the device may support neither."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -340,12 +340,7 @@ class WeightAverage(AveragedWeights, Settings):
 
 
 class AverageCheckpoint(Checkpoint):
-    """How the live weights are saved while the average is in their place, and the average is evaluated.
-
-    Args:
-        ctx: the run.
-        technique: whose average it is.
-    """
+    """How the live weights are saved while the average is in their place, and the average is evaluated."""
 
     def __init__(self, ctx: Run, technique: WeightAverage) -> None:
         self._ctx = ctx
