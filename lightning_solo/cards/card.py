@@ -38,10 +38,6 @@ RESOURCES = {
 """Resource that a technique may own, read or free -> its meaning. A card may also use names that are not listed."""
 
 
-def _always(settings: Any) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Requirement:
     """A device, compiler or package that a technique needs.
@@ -58,7 +54,7 @@ class Requirement:
     kind: Literal["cuda", "compiler", "package", "check"]
     remedy: str
     name: str = ""
-    when: Callable[[Any], bool] = _always
+    when: Callable[[Any], bool] = lambda settings: True
 
     def words(self, settings: Any) -> str:
         """Return the remedy for these settings."""

@@ -80,7 +80,8 @@ def print_plans(plans: Sequence[Plan], failed: Mapping[str, SoloError], notes: S
         console.print(plan_table(plans, width=console.width))
         console.print()
         console.print(bars(plans, console.width))
-        print_lines(console, [*order(plans), *assumptions(plans), *notes, *shortages(plans)])
+        shortages = [f"{plan.preset}: {plan.verdict}: {plan.host_shortage}" for plan in plans if plan.host_shortage]
+        print_lines(console, [*order(plans), *assumptions(plans), *notes, *shortages])
     names_by_error: dict[str, list[str]] = {}
     for name, error in failed.items():
         names_by_error.setdefault(on_command_line(str(error)), []).append(name)
@@ -143,11 +144,6 @@ def assumptions(plans: Sequence[Plan]) -> list[str]:
         f"assumed: {text}" + (f" ({', '.join(names)})" if len(names) < len(plans) else "")
         for text, names in names_by_text.items()
     ]
-
-
-def shortages(plans: Sequence[Plan]) -> list[str]:
-    """Return a line for each preset that lacks host memory."""
-    return [f"{plan.preset}: {plan.verdict}: {plan.host_shortage}" for plan in plans if plan.host_shortage]
 
 
 def what_to_write(

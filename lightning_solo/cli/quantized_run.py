@@ -96,7 +96,10 @@ def write_quantized(
     try:
         lines = export_quantized(module, output, **options, overwrite=overwrite)
     except SoloError as error:
-        raise type(error)(re.sub(r"\b(bits|group_size|activations|layers)=", _option, str(error))) from error
+        words = re.sub(
+            r"\b(bits|group_size|activations|layers)=", lambda match: f"--{match[1].replace('_', '-')} ", str(error)
+        )
+        raise type(error)(words) from error
     aware = bool(record) and all(options[name] == value for name, value in record.items())
     if weights.averaged:
         lines.append(f"{weights.averaged} of its weights are averages; --live takes the weights that were averaged")
@@ -115,10 +118,6 @@ def _round(module: Any, rounding: Any, patterns: Any) -> None:
     round_weights(choice, rounding)
     for part, name, value in kernels_past(module, choice.modules):
         setattr(part, name, value)
-
-
-def _option(match: re.Match[str]) -> str:
-    return f"--{match[1].replace('_', '-')} "
 
 
 def _calibrated(module: Any, data: Any, batches: int) -> None:

@@ -238,13 +238,9 @@ class _Pickler(pickle.Pickler):
                 f"a tensor of type {type(value).__name__} on {value.device}, {value.layout}: not a plain one"
             )
         dense = value.resolve_conj().resolve_neg().clone()  # of a view only its own elements
-        stored = _bytes_of(dense) if dense.numel() else bytearray()
+        flat = torch.empty(0, dtype=torch.uint8).set_(dense.untyped_storage())
+        stored = bytearray(flat.numpy().tobytes() if dense.numel() else b"")
         return _tensor, (stored, dense.dtype, tuple(dense.shape), dense.stride())
-
-
-def _bytes_of(dense: Tensor) -> bytearray:
-    flat = torch.empty(0, dtype=torch.uint8).set_(dense.untyped_storage())
-    return bytearray(flat.numpy().tobytes())
 
 
 def _tensor(stored: bytearray, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:

@@ -78,7 +78,7 @@ class LengthBatches(EpochBatches):
         self.batch_size = batch_size and batch_size * processes
         self.max_tokens = max_tokens
         self.drop_last = drop_last
-        self.count = len(self._cuts(self.lengths.sort(descending=True).values[: self._kept]))
+        self.count = sum(map(len, self._buckets(self.lengths.sort(descending=True).values[: self._kept])))
 
     @property
     def _kept(self) -> int:
@@ -100,10 +100,6 @@ class LengthBatches(EpochBatches):
         longest = int(order[0]) if len(order) else None
         shuffled = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
         return sorted(shuffled, key=lambda batch: longest not in batch)
-
-    def _cuts(self, lengths: torch.Tensor) -> list[tuple[int, int]]:
-        """Return the range of each batch, for lengths in falling order."""
-        return [cut for bucket in self._buckets(lengths) for cut in bucket]
 
     def _buckets(self, lengths: torch.Tensor) -> list[list[tuple[int, int]]]:
         """Return the ranges of each bucket's batches, which have equal sizes so that any item fits into any of them."""

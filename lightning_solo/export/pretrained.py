@@ -368,13 +368,12 @@ def write_with_loader(
         require_space(new, sum(value.nbytes for value in tensors.values()))
         save_file(dict(tensors), new / "model.safetensors", metadata={"format": "pt"})
         (new / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        shared = _SHARED.sub(lambda line: _without_future(sys.modules[line[1]]), inspect.getsource(loader))
+        future = "from __future__ import annotations\n"
+        shared = _SHARED.sub(
+            lambda line: inspect.getsource(sys.modules[line[1]]).replace(future, ""), inspect.getsource(loader)
+        )
         (new / "load.py").write_text(shared, encoding="utf-8")
     return sum(file.stat().st_size for file in folder.iterdir())
-
-
-def _without_future(module: ModuleType) -> str:
-    return inspect.getsource(module).replace("from __future__ import annotations\n", "")
 
 
 def require_tensors(folder: Path, weights: Mapping[str, Any]) -> None:

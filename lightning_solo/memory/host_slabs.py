@@ -86,14 +86,11 @@ def packed_bytes(tensors: Iterable[Tensor]) -> int:
 
 def placed(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return views of a buffer of bytes, laid out as by `host_copy`, each like one of the tensors."""
+    offsets = accumulate((_aligned(tensor.nbytes) for tensor in tensors), initial=0)
     return [
         buffer[offset : offset + tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-        for tensor, offset in zip(tensors, _offsets(tensors), strict=True)
+        for tensor, offset in zip(tensors, offsets, strict=False)
     ]
-
-
-def _offsets(tensors: Sequence[Tensor]) -> list[int]:
-    return [0, *accumulate(_aligned(tensor.nbytes) for tensor in tensors)][:-1]
 
 
 def _slabs(sizes: Sizes) -> Iterator[Sizes]:

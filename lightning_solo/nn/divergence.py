@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -70,14 +69,13 @@ def _in_chunks(student: Tensor, sum_of: Callable[[Tensor, slice], Tensor]) -> Te
         return sum_of(student.flatten(0, -2), slice(None))
     rows = student.numel() // student.shape[-1]
     chunks = [slice(start, start + student.chunk_tokens) for start in range(0, rows, student.chunk_tokens)]
-    chunk_sum = partial(_sum_of_chunk, student, sum_of)
+
+    def chunk_sum(at: slice) -> Tensor:
+        return sum_of(student.of_rows(at), at)
+
     return torch.stack(
         [checkpoint(chunk_sum, at, use_reentrant=False, preserve_rng_state=False) for at in chunks]
     ).sum()
-
-
-def _sum_of_chunk(student: DeferredLogits, sum_of: Callable[[Tensor, slice], Tensor], at: slice) -> Tensor:
-    return sum_of(student.of_rows(at), at)
 
 
 def _rows(logits: Tensor, at: slice) -> Tensor:

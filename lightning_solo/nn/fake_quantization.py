@@ -249,7 +249,7 @@ def chosen_layers(
             continue
         mine = {pattern for pattern, each in hits.items() if each & weight.users.keys()}
         unfit = {name: _unfit(part, name.rpartition(".")[2], p, hosts) for name, part in weight.layers.items()}
-        usual = [name for name, part in weight.layers.items() if unfit[name] is None and not _is_table(part)]
+        usual = [name for name in unfit if unfit[name] is None and not isinstance(weight.layers[name], nn.Embedding)]
         reason = "no pattern matches it" if names is not None and not mine else None
         if reason is None and not usual:
             reason = next(filter(None, unfit.values()), "an embedding")
@@ -299,10 +299,6 @@ def chosen_layers(
     numbers = sum(weight.parameter.numel() for weight in choice.weights.values())
     choice.left_share = 1 - numbers / sum(p.numel() for p in module.parameters())
     return choice
-
-
-def _is_table(part: nn.Module) -> bool:
-    return isinstance(part, nn.Embedding)
 
 
 def _unfit(part: nn.Module, own: str, p: nn.Parameter, hosts: Mapping[int, str]) -> str | None:

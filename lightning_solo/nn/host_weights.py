@@ -22,7 +22,11 @@ def weights_of_blocks(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dic
     Parameters of integers stay on the device: they have no NaN.
     """
     every = streamed_places(module, blocks, trains=False)
-    places = {name: [place for place in each if _is_weight(place.tensor)] for name, each in every.items()}
+
+    def is_weight(tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) and (tensor.is_floating_point() or tensor.is_complex())
+
+    places = {name: [place for place in each if is_weight(place.tensor)] for name, each in every.items()}
     return {name: each for name, each in places.items() if each}
 
 
@@ -71,7 +75,3 @@ def store(
 def _parameters(places: list[Place]) -> list[torch.Tensor]:
     """Return the parameters in places, each once."""
     return [*{id(place.tensor): place.tensor for place in places}.values()]
-
-
-def _is_weight(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and (tensor.is_floating_point() or tensor.is_complex())

@@ -177,16 +177,14 @@ class PackedLinear(_Packed):
 
         The weight has the bias where the scale is fixed. None where torch has no such kernel.
         """
-        if self._prepared is None and self._is_integer() and _multiplies_integers():
+        is_integer = not isinstance(self.bits, str) and self.scales.shape[1] == 1
+        if self._prepared is None and is_integer and _multiplies_integers():
             levels = unpack(self.codes, self.bits, self.shape).contiguous()
             fixed = None if self.input_scale is None else float(self.input_scale.view(torch.float32))
             bias = None if self.bias is None else self.bias.detach().float()
             scales = self.scales[:, 0].view(torch.bfloat16).float()
             self._prepared = _for_kernel(levels, scales, None if fixed is None else bias), fixed, bias
         return self._prepared
-
-    def _is_integer(self) -> bool:
-        return not isinstance(self.bits, str) and self.scales.shape[1] == 1
 
     def _load_from_state_dict(self, *args: Any) -> None:
         self._prepared = None

@@ -89,7 +89,7 @@ class RecomputedTensors:
             return tensor
 
         try:
-            with saved_tensors_hooks(pack, _unchanged), torch.enable_grad():
+            with saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
                 node: Any = self._inputs.grad_fn
                 self._again(*node.saved_tensors[1:])
         except _Filled:
@@ -109,10 +109,6 @@ class _Place:
 
 class _Filled(Exception):  # noqa: N818 - ends a forward, and is no error
     """Ends a second forward, since all places are filled."""
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class _Inputs(torch.autograd.Function):

@@ -26,7 +26,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -106,7 +106,9 @@ class Building(TorchFunctionMode):
         self._undo = [
             lambda: torch.set_default_dtype(dtype),
             register_module_parameter_registration_hook(lambda module, name, p: self._add([p])).remove,
-            register_module_module_registration_hook(self._add_module).remove,
+            register_module_module_registration_hook(
+                lambda parent, name, child: self._add([] if child is None else child.parameters())
+            ).remove,
         ]
         return self
 
@@ -182,10 +184,6 @@ class Building(TorchFunctionMode):
                     self._parts[p] = None
                     self._rejuvenate(p)
             self._close_old()
-
-    def _add_module(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if child is not None:
-            self._add(child.parameters())
 
     # --- open and closed ---
 

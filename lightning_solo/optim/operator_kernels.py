@@ -109,7 +109,9 @@ class OperatorKernels:
         books = dict(zip(("book", "book_sq"), moments.codebooks(self._device), strict=True)) if four_bits else {}
 
         def step(part: Piece, update: Update) -> None:
-            update(Blocks(**_in_rows(part), **books), part.scalars, first_row=part.first_row, **numbers)
+            widths = {name: part.width(name) for name in part.tensors}
+            rows = {name: x.view(-1, widths[name]) if widths[name] > 1 else x for name, x in part.tensors.items()}
+            update(Blocks(**rows, **books), part.scalars, first_row=part.first_row, **numbers)
 
         whole, size = piece.numel // BLOCK, self.piece // BLOCK
         update = self._update() if piece.numel >= moments.LEAST else update_blocks  # each kind is compiled separately
@@ -218,8 +220,3 @@ def _compiled() -> Update:
             compiled(*arguments, **numbers)
 
     return update
-
-
-def _in_rows(piece: Piece) -> dict[str, Any]:
-    """Return a piece's tensors with a row for each block."""
-    return {name: x.view(-1, piece.width(name)) if piece.width(name) > 1 else x for name, x in piece.tensors.items()}

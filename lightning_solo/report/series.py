@@ -66,13 +66,9 @@ def thin_together(series: Sequence[Series], points: int = POINTS_PER_CHART) -> l
     common = set(series[0].steps).intersection(*(one.steps for one in series[1:]))
     aligned = [one.at(i for i, step in enumerate(one.steps) if step in common) for one in series]
     if len({tuple(one.steps) for one in aligned}) > 1:  # some logged a step twice and others once
-        aligned = [_last_of_each_step(one) for one in aligned]
+        latest = [{step: i for i, step in enumerate(one.steps)} for one in aligned]
+        aligned = [one.at(last[step] for step in sorted(last)) for one, last in zip(aligned, latest, strict=True)]
     total = [sum(column) for column in zip(*(one.values for one in aligned), strict=True)]
     buckets = max(5, min(MOST_BUCKETS, points // (2 * (len(aligned) + 1) * len(aligned))))
     kept = sorted({i for values in (total, *(one.values for one in aligned)) for i in peaks(values, buckets)})
     return [one.at(kept) for one in aligned]
-
-
-def _last_of_each_step(series: Series) -> Series:
-    latest = {step: i for i, step in enumerate(series.steps)}
-    return series.at(latest[step] for step in sorted(latest))

@@ -201,10 +201,11 @@ def curves_figure(folder: Path, rows: Sequence[Row], common: Sequence[str], note
             break
         path = newest(job_folder(folder, row), "metrics.csv")
         try:
-            losses = losses_of(read_metrics(path)) if path is not None else {}
+            metrics = read_metrics(path) if path is not None else {}
         except CheckpointError as error:
             notes.append(plain(error))
             continue
+        losses = {name: one for name, one in metrics.items() if "loss" in name.lower() and one.values}
         if losses:
             logged.append((row, losses))
     compared = loss_name([losses for _, losses in logged])
@@ -216,11 +217,6 @@ def curves_figure(folder: Path, rows: Sequence[Row], common: Sequence[str], note
     others = len(logged) - len(drawn)
     without = f" {others} of {len(logged)} jobs logged another one alone." if others else ""
     return line_figure("loss_curves", "Loss of each job", name, curves, f"{name}, as logged.{without}{only}")
-
-
-def losses_of(metrics: dict[str, Series]) -> dict[str, Series]:
-    """Return the metrics with `loss` in their name."""
-    return {name: one for name, one in metrics.items() if "loss" in name.lower() and one.values}
 
 
 def loss_name(logged: Sequence[dict[str, Series]]) -> str:

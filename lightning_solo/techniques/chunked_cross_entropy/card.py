@@ -11,16 +11,14 @@ from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 
 
-def _not_empty(head: str) -> str | None:
-    return None if head.strip() else "write 'auto' or the name of a layer, as net.head"
-
-
 @dataclass(frozen=True)
 class Settings(TechniqueSettings):
     """Arguments of ChunkedCrossEntropy."""
 
     head: str = setting(
-        "auto", "auto: the output layer of a language model; or its name, as net.head", check=_not_empty
+        "auto",
+        "auto: the output layer of a language model; or its name, as net.head",
+        check=lambda head: None if head.strip() else "write 'auto' or the name of a layer, as net.head",
     )
     chunk_tokens: int = setting(1024, "tokens whose logits exist at a time", at_least=1)
     backend: str = setting(

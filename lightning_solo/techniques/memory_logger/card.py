@@ -36,10 +36,6 @@ class Settings(TechniqueSettings):
     )
 
 
-def _frees(settings: Settings) -> frozenset[str]:
-    return frozenset({"device_peak"}) if settings.per_phase else frozenset()
-
-
 CARD = Card(
     name="memory_logger",
     target="lightning_solo.techniques.memory_logger.technique:MemoryLogger",
@@ -53,7 +49,7 @@ CARD = Card(
     conflicts="none; ``per_phase`` resets the CUDA peak counters, which others in the process may read",
     reference="https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.memory_stats.html",
     exact=True,
-    frees=_frees,
+    frees=lambda settings: frozenset({"device_peak"} if settings.per_phase else ()),
     instead={"device_peak": "callback.memory_logger.per_phase=false"},
     planned="left out",
     engines=EVERYWHERE,

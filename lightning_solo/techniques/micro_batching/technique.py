@@ -155,7 +155,7 @@ class MicroBatching(Technique, Settings):
                 " write training_step(batch, batch_idx), or ~callback.micro_batching"
             )
         self._look_at_gradients(ctx)
-        for name in self._embedders():
+        for name in [self.embed] if isinstance(self.embed, str) else self.embed or ():
             embedding = Embedding(f"{EMBED}={name}", self._splitter.split_arguments, check=self.check)
             ctx.undo.callback(embed_by(ctx.module, name, embedding))
             self._embeddings.append(embedding)
@@ -181,9 +181,6 @@ class MicroBatching(Technique, Settings):
                 " part of the gradient; if they are more than a factor or a mask of it, move them to on_after_backward",
                 stacklevel=2,
             )
-
-    def _embedders(self) -> list[str]:
-        return [self.embed] if isinstance(self.embed, str) else [*(self.embed or ())]
 
     def loader(self, ctx: Run, loader: Any) -> Any:
         """Read the size of the loader's batches, for the number of batches in a step."""

@@ -125,15 +125,12 @@ class SafeCheckpoint(Technique, Settings):
             return
         numbers = (*STOPS, signal.SIGUSR1, signal.SIGHUP)
         self._signals = self._listening.enter_context(caught_signals(numbers, repeated=end_at_once))
-        self.ctx.undo.callback(self._stop_listening)
+        self.ctx.undo.callback(setattr, self, "_signals", None)
+        self.ctx.undo.callback(self._listening.close)
         if self.notice is not None:
             ended = threading.Event()
             self._listening.callback(ended.set)
             threading.Thread(target=_watch, args=(shlex.split(self.notice), ended), daemon=True).start()
-
-    def _stop_listening(self) -> None:
-        self._listening.close()
-        self._signals = None
 
     def _look(self, trainer: Any) -> None:
         """Save and end if a signal has asked for it."""
