@@ -1,8 +1,8 @@
-"""Replace an attribute of an object, class or module within a context."""
+"""Replace an attribute of an object, class or module, or a global setting, within a context."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,3 +27,14 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[Any]:
             delattr(owner, name)
             if own is not _NONE:
                 setattr(owner, name, own)
+
+
+@contextmanager
+def switched(get: Callable[[], Any], put: Callable[[Any], object], value: Any) -> Iterator[None]:
+    """Put a value into a global setting within a context; afterwards the setting has what ``get`` returned before."""
+    before = get()
+    put(value)
+    try:
+        yield
+    finally:
+        put(before)

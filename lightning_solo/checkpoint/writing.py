@@ -10,7 +10,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_solo.atomic_files import whole_file
+from lightning_solo.attributes import switched
 from lightning_solo.checkpoint.damage import damage
 from lightning_solo.errors import CheckpointError
 from lightning_solo.units import format_bytes
@@ -100,7 +100,9 @@ def write(
             _set_aside(path)
         _require_space(path, tensor_bytes(checkpoint) + REST)
         with whole_file(path, durable=sync) as new, ThreadPoolExecutor(1) as pool:
-            with new.open("xb") as file, _checksums():
+            # torch writes checksums, which a user may have turned off
+            options = (torch.serialization.get_crc32_options, torch.serialization.set_crc32_options, True)
+            with new.open("xb") as file, switched(*options):
                 hashed = _Hashed(file, pool, lasts=_is_on_host(checkpoint))
                 torch.save(checkpoint, cast(IO[bytes], hashed))
             verify(new, hashed.size)  # while the thread hashes the rest
@@ -112,17 +114,6 @@ def write(
             raise
         raise CheckpointError(_cannot_be_written(path, cause, tensor_bytes(checkpoint) + REST)) from cause
     return written
-
-
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Let torch write checksums, which a user may have turned off."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def _set_aside(folder: Path) -> None:

@@ -29,6 +29,7 @@ from lightning_solo.errors import (
 from lightning_solo.export.sources import new_file, refuse_existing
 from lightning_solo.machine import is_installed
 from lightning_solo.nn.adaptation import adapter_names
+from lightning_solo.nn.forwards import evaluating
 from lightning_solo.nn.quantized import quantized_weights_of
 from lightning_solo.units import format_bytes
 
@@ -141,17 +142,13 @@ def _require(
 @contextmanager
 def _evaluating(module: Any) -> Iterator[None]:
     """Put a module into evaluation mode, without its Trainer, whose values a graph would keep."""
-    modes = {part: part.training for part in module.modules()}
     trainer = getattr(module, "_trainer", None)
     if trainer is not None:
         module.trainer = None
-    module.eval()
     try:
-        with torch.no_grad():
+        with evaluating(module), torch.no_grad():
             yield
     finally:
-        for part, mode in modes.items():
-            part.training = mode
         if trainer is not None:
             module.trainer = trainer
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_solo.data.tokenizers import tokenizer_of
 from lightning_solo.export.generation_files import end_of_answer
+from lightning_solo.nn.forwards import evaluating
 
 FILE = "samples.jsonl"
 """File in the run's folder with a line per sample."""
@@ -42,27 +43,21 @@ def answer(model: Any, tokenizer: Any, ids: Sequence[int], max_tokens: int, stre
     """
     own = model.generation_config.eos_token_id
     ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, end_of_answer(tokenizer)} - {None}
-    modes = {part: part.training for part in model.modules()}
     devices = [p.device for p in model.parameters()]
     device = next((each for each in devices if each.type != "cpu"), devices[0])  # some weights may be on the host
     prompt = torch.tensor([list(ids)], device=device)
-    try:
-        model.eval()
-        with torch.no_grad():
-            tokens = model.generate(
-                input_ids=prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                num_beams=1,
-                use_cache=True,
-                eos_token_id=sorted(ends) or None,
-                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0),
-                streamer=streamer,
-            )
-    finally:
-        for part, training in modes.items():
-            part.training = training
+    with evaluating(model), torch.no_grad():
+        tokens = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            num_beams=1,
+            use_cache=True,
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0),
+            streamer=streamer,
+        )
     return [int(token) for token in tokens[0, len(ids) :]]
 
 

@@ -10,8 +10,8 @@ to torch.float8_e4m3fn instead, whose largest number is 448 (Micikevicius et al.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from lightning_solo.attributes import switched
 from lightning_solo.errors import ConflictError, NothingToDoError, PresetError, listed, with_reasons
 from lightning_solo.nn.adapted import plain, plain_modules
 from lightning_solo.nn.factorized_layers import KINDS
@@ -149,15 +150,9 @@ def _with_rounded(layer: nn.Module, inside: Inside, args: Any, kwargs: Any) -> A
             del vars(owner)[own]
 
 
-@contextmanager
-def unfused_attention() -> Iterator[None]:
+def unfused_attention() -> AbstractContextManager[None]:
     """Make torch's transformer layers call their parts in evaluation, too, instead of reading these parts' weights."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+    return switched(torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False)
 
 
 # --- the choice of layers ---

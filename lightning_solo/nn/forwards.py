@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -14,6 +15,18 @@ _REPLACEMENTS = "_replaced_forwards"
 ATTRIBUTES = frozenset({"forward", _REPLACEMENTS})
 """Instance attributes of a module whose forward is replaced."""
 Record = TypeVar("Record")
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put all parts of a module into evaluation mode within a context; afterwards each has its own mode again."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
 
 
 @dataclass

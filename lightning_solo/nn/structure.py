@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_solo.nn.forwards import evaluating
+
 Step = Callable[[], Any]
 """Runs one training step, and returns its loss or outputs; it leaves no trace, and repeats random numbers."""
 CHANNELS, HEADS = "channels", "heads"
@@ -186,19 +188,15 @@ def hooked(layers: Mapping[str, nn.Module], hook: Callable[[str, Any, Tensor, Te
 @contextmanager
 def as_evaluated(module: nn.Module) -> Iterator[None]:
     """Make all parameters require gradients, and all layers compute as in evaluation."""
-    modes = [(part, part.training) for part in module.modules()]
     flags = [(p, p.requires_grad) for p in module.parameters() if p.is_floating_point()]
-    module.eval()
     for p, _ in flags:
         p.requires_grad_(True)
     try:
-        with torch.enable_grad():
+        with evaluating(module), torch.enable_grad():
             yield
     finally:
         for p, flag in flags:
             p.requires_grad_(flag)
-        for part, mode in modes:
-            part.training = mode
 
 
 def tracked(value: Any) -> list[Tensor]:

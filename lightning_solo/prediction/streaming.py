@@ -28,6 +28,7 @@ from lightning_solo.checkpoint.folders import whole_folder
 from lightning_solo.data.splitting import samples_of, split_evenly
 from lightning_solo.errors import BudgetError, CheckpointError, ConflictError, NothingToDoError, PresetError, nearest
 from lightning_solo.memory.attempts import attempt
+from lightning_solo.nn.forwards import evaluating
 from lightning_solo.prediction.files import FORMATS, SHARD_BYTES, PredictionFiles, writing
 from lightning_solo.seams import patches
 from lightning_solo.signals import status
@@ -193,15 +194,11 @@ class _Prediction:
 
     def _largest(self, loader: Any, sizes: list[int]) -> int:
         """Return the last of ascending sizes whose first batch fits; the first size isn't tried."""
-        modes = {part: part.training for part in self._module.modules()}
-        self._module.eval()
-        for smaller, size in pairwise(sizes):
-            _, failure = attempt(partial(self._try, loader, size))
-            if failure is not None:
-                sizes = [smaller]
-                break
-        for part, mode in modes.items():
-            part.training = mode
+        with evaluating(self._module):
+            for smaller, size in pairwise(sizes):
+                _, failure = attempt(partial(self._try, loader, size))
+                if failure is not None:
+                    return smaller
         return sizes[-1]
 
     def _try(self, loader: Any, size: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, Trial
 from sqlalchemy.exc import SQLAlchemyError
 
+from lightning_solo.attributes import switched
 from lightning_solo.errors import CheckpointError
 from lightning_solo.sweeps.pruning import STUDY, storage
 from lightning_solo.sweeps.search_settings import Settings
@@ -107,15 +108,9 @@ def describe(
     return "\n".join([*lines, f"study: sqlite:///{file}"])
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> AbstractContextManager[None]:
     """Silence Optuna's lines about each trial, which repeat the sweep's."""
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    try:
-        yield
-    finally:
-        optuna.logging.set_verbosity(before)
+    return switched(optuna.logging.get_verbosity, optuna.logging.set_verbosity, optuna.logging.WARNING)
 
 
 def summary(best: Sequence[FrozenTrial]) -> dict[str, Any]:

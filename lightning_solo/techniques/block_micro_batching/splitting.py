@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_solo.attributes import replaced
+from lightning_solo.attributes import replaced, switched
 from lightning_solo.data.nested import leaves, map_leaves, tensors_of
 from lightning_solo.data.splitting import even_ranges
 from lightning_solo.errors import ConflictError, SoloError
@@ -356,15 +356,9 @@ def _is_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and isinstance(one, int | float | str | bytes | None) and one == other
 
 
-@contextmanager
-def _weights_cast_anew() -> Iterator[None]:
+def _weights_cast_anew() -> AbstractContextManager[None]:
     """Turn off autocast's copies of weights, through which gradients of micro-batches would be added in 16 bits."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
+    return switched(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_solo.data.item_lengths import Report, reported
 from lightning_solo.errors import ConflictError
+from lightning_solo.nn.forwards import evaluating
 from lightning_solo.nn.rollback import Rollback
 from lightning_solo.seams import patches
 from lightning_solo.seams.run import Run
@@ -42,15 +43,11 @@ def item_losses(ctx: Run, loader: Any, report: Report) -> Tensor:
     losses = torch.empty(count)
     rollback = Rollback(module, ctx.device)
     rollback.save()
-    training = [(part, part.training) for part in module.modules()]
-    module.eval()
     try:
-        with torch.no_grad():
+        with evaluating(module), torch.no_grad():
             for index in reported(count, report):
                 losses[index] = _loss(ctx, loader, index)
     finally:
-        for part, was_training in training:
-            part.training = was_training
         rollback.restore()
     return losses
 
