@@ -175,6 +175,21 @@ def test_a_freed_block_is_given_to_others_while_another_stream_reads_it(recorded
     assert race.earlier.line.endswith(line_of("side reads"))
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_freed_block_is_recorded_on_a_stream_that_waits_for_its_reader(waits: bool):
+    side, other = torch.cuda.Stream(), torch.cuda.Stream()
+    values = torch.ones(COUNT, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        values.sum()
+    if waits:
+        other.wait_stream(side)
+    values.record_stream(other)
+    del values
+    torch.zeros(COUNT, device="cuda")
+    assert bool(device.races()) != waits
+
+
 def test_a_freed_block_is_used_again_on_its_stream_without_a_race():
     for value in range(3):
         torch.full((COUNT,), float(value), device="cuda").sum()

@@ -221,10 +221,12 @@ void free_device(void* begin) {
   trace("free_completed", block.begin, block.requested, block.stream, {});
   memory.allocated -= block.size;
   memory.requested -= block.requested;
-  // the allocator lets nobody have it before the work of these streams is done
+  // the allocator lets nobody have it before the work of these streams, and what they wait for, is done
   for (int stream : block.used_on) {
-    finish_pending(clock_of(stream));
-    forget(block.begin, block.begin + block.size, stream, at(clock_of(stream), stream));
+    const Clock done = clock_of(stream);
+    finish_pending(done);
+    for (int timeline = 0; timeline < int(done.size()); ++timeline)
+      forget(block.begin, block.begin + block.size, timeline, done[timeline]);
   }
   block.used_on.clear();
   block.live = false;
