@@ -178,8 +178,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Start a new peak at the bytes that are live now, and drop the events until now."""
         self._peak, self._host_peak = self.live_bytes, self._host_now
         self._where = ("", "")
-        live = [entry for entry in self._entries.values() if entry.label is not None and not entry.on_host]
-        self.log.forget([(entry.number, entry.bytes) for entry in live])
+        # storages that never had bytes have no number
+        self.log.forget([(entry.number, entry.bytes) for entry in self._entries.values() if entry.number >= 0])
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
