@@ -73,11 +73,7 @@ def parameters_of(settings: type[Any]) -> dict[str, Parameter]:
 
 
 def check_arguments(values: Mapping[str, Any], accepted: Mapping[str, Parameter], option: str) -> None:
-    """Check the names and values of arguments.
-
-    Raises:
-        PresetError: an unknown or missing argument, or an invalid value; names ``option.argument``.
-    """
+    """Check the names and values of arguments."""
     for name, value in values.items():
         if name not in accepted:
             raise PresetError(

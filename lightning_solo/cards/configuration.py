@@ -166,11 +166,7 @@ class Configuration:
         return any(chosen.card.name == name for chosen in self.techniques)
 
     def check(self) -> None:
-        """Refuse choices that cannot be combined.
-
-        Raises:
-            ConflictError: names both choices and the remedy.
-        """
+        """Refuse choices that cannot be combined."""
         for message in self._conflicts():
             raise ConflictError(message)
 

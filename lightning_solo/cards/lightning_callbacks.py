@@ -43,9 +43,6 @@ def refuse_callbacks(
         owned: the technique's resources.
         callbacks: of the Trainer.
         instead: a remedy that replaces those of `CALLBACKS`.
-
-    Raises:
-        ConflictError: names both and the remedy.
     """
     for callback in callbacks:
         for kind in type(callback).__mro__:

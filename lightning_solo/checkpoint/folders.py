@@ -54,11 +54,7 @@ def whole_folder(path: Path, *, hashes: bool = True) -> Iterator[Path]:
 
 
 def refuse_changed(folder: Path) -> None:
-    """Refuse a folder of which a file isn't as `whole_folder` listed it; leave folders without a list alone.
-
-    Raises:
-        CheckpointError: a file is missing or changed, or the list can't be read; names it.
-    """
+    """Refuse a folder of which a file isn't as `whole_folder` listed it; leave folders without a list alone."""
     listed = read_json(folder / HASHES)
     if listed is None and (folder / HASHES).exists():
         raise CheckpointError(f"{folder} is damaged ({HASHES} can't be read); take another checkpoint")

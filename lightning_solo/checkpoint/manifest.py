@@ -104,11 +104,7 @@ def _written(entry: Entry) -> Written:
 
 
 def require_valid(path: Path) -> None:
-    """Refuse a checkpoint that isn't as it was written.
-
-    Raises:
-        CheckpointError: names the difference and the valid checkpoints beside it.
-    """
+    """Refuse a checkpoint that isn't as it was written."""
     if (reason := difference(path)) is None:
         return
     others = [other.name for other in _files(path.parent) if other != path and difference(other) is None]

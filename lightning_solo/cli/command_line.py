@@ -210,11 +210,7 @@ def _refuse_unused_optimizer(optimizer: Mapping[str, Any], overrides: Sequence[s
 
 
 def check_run_name(name: object) -> None:
-    """Refuse a run name that is not a plain file name.
-
-    Raises:
-        PresetError: the name is empty, too long, starts with ``-`` or ``.``, or has a forbidden character.
-    """
+    """Refuse a run name that is not a plain file name."""
     if not isinstance(name, (str, int)) or not RUN_NAME.fullmatch(str(name)):
         raise PresetError(
             f"run={name!r}: must be 1 to 100 letters, digits, '.', '_' or '-', the first a letter or digit, "
@@ -295,11 +291,7 @@ def composed_once(overrides: Sequence[str]) -> Iterator[tuple[DictConfig, Checke
 
 
 def check_names(overrides: Sequence[Override]) -> None:
-    """Refuse unknown names of presets, techniques, models, data and optimizers, before Hydra runs.
-
-    Raises:
-        PresetError: names the nearest name.
-    """
+    """Refuse unknown names of presets, techniques, models, data and optimizers, before Hydra runs."""
     for override in overrides:
         key, text = override.key_or_group, str(override.input_line)
         if override.is_delete():
@@ -330,11 +322,7 @@ def check_application(cfg: DictConfig, overrides: Sequence[str]) -> CheckedConfi
 
 
 def refuse_trust_in_files(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse ``allow`` in a configuration file, which may come from elsewhere.
-
-    Raises:
-        PresetError: it isn't given on the command line.
-    """
+    """Refuse ``allow`` in a configuration file, which may come from elsewhere."""
     if cfg.get("allow") and not any(parse_override(text).key_or_group == "allow" for text in overrides):
         names = ",".join(map(str, cfg.allow))
         raise PresetError(
@@ -361,11 +349,7 @@ def _check_choice(group: str, choice: object) -> None:
 
 
 def check_root(folder: Path) -> None:
-    """Refuse a run's folder that can't be written.
-
-    Raises:
-        PresetError: the path is remote (``s3://``), contains ``..``, a part of it is a file, or it is not writable.
-    """
+    """Refuse a run's folder that can't be written."""
     if any(part.endswith(":") for part in folder.parts[:1]):
         raise PresetError(
             f"root={folder.parent}: a run is written to a local folder; write root=<folder>, and upload it afterwards"

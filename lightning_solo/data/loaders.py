@@ -28,9 +28,6 @@ def require_own_batches(loader: Any, choice: str) -> None:
     Args:
         loader: of the training.
         choice: the option or function that replaces the batches, for the message.
-
-    Raises:
-        ConflictError: names the loader, data set or sampler that prevents it, and the remedy.
     """
     if reason := _own_batches_missing(loader):
         removal = f"write ~{choice}" if choice.startswith("callback.") else f"leave {choice} out"
@@ -75,11 +72,7 @@ def _own_batches_missing(loader: Any) -> str | None:
 
 
 def require_one_loader(loaders: Any, choice: str, instead: str) -> None:
-    """Check that the Trainer has one training loader.
-
-    Raises:
-        ConflictError: it has a collection of loaders; the message says to write ``instead``.
-    """
+    """Check that the Trainer has one training loader."""
     if isinstance(loaders, Mapping | Sequence):
         raise ConflictError(
             f"{choice} and several training loaders, a {type(loaders).__name__} of {len(loaders)}: return one loader"

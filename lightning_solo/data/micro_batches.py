@@ -87,11 +87,7 @@ class Splitter:
         return [(*part, samples) for part, samples in split_evenly((args, kwargs), max_samples, dim)]
 
     def require_parts(self, batch: Any) -> None:
-        """Check that a batch can be divided and its parts weighted, before a shortage of memory requires it.
-
-        Raises:
-            ConflictError: the batch can't be divided in two, or a part can't be weighted; see `micro_batches`.
-        """
+        """Check that a batch can be divided and its parts weighted, before a shortage of memory requires it."""
         if (samples := self.samples(batch)) > 1:
             self.micro_batches([batch], -(-samples // 2))
 

@@ -333,11 +333,7 @@ def written_folder(folder: Path) -> Iterator[Path]:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Refuse to write more bytes than the disk has free.
-
-    Raises:
-        BudgetError: as the name says.
-    """
+    """Refuse to write more bytes than the disk has free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise BudgetError(

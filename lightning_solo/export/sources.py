@@ -101,11 +101,7 @@ def _dictionary(*args: Any) -> dict[Any, Any]:
 
 
 def refuse_existing(output: Path, *, overwrite: bool) -> None:
-    """Refuse to replace a file.
-
-    Raises:
-        CheckpointError: the output exists and ``overwrite`` is False, it is a folder, or inside a checkpoint's folder.
-    """
+    """Refuse to replace a file."""
     refuse_inside_checkpoint(output)
     if output.is_dir():
         raise CheckpointError(f"{output} is a folder; write the path of a file")
@@ -114,11 +110,7 @@ def refuse_existing(output: Path, *, overwrite: bool) -> None:
 
 
 def refuse_inside_checkpoint(output: Path) -> None:
-    """Refuse an output inside a folder of DeepSpeed's engine, with which it would be deleted.
-
-    Raises:
-        CheckpointError: it is inside one.
-    """
+    """Refuse an output inside a folder of DeepSpeed's engine, with which it would be deleted."""
     for parent in output.absolute().parents:
         if (parent / "latest").is_file() and engine_folder(parent) is not None:
             raise CheckpointError(

@@ -68,11 +68,7 @@ class FromFolder(L.LightningModule):
             self.configure_model()
 
     def setup(self, stage: str) -> None:
-        """Check that the data suits the model.
-
-        Raises:
-            PresetError: the data's rows are longer than the model's positions, or its vocabulary larger.
-        """
+        """Check that the data suits the model."""
         data, config = getattr(self.trainer, "datamodule", None), self.config.get_text_config()
         length, positions = getattr(data, "max_length", None), getattr(config, "max_position_embeddings", None)
         if length and positions and length > positions:
@@ -129,11 +125,7 @@ class FromFolder(L.LightningModule):
         checkpoint[ARCHITECTURE] = architecture_of(self.model)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse adapters alone, unless a Trainer loads them.
-
-        Raises:
-            CheckpointError: ``load_from_checkpoint`` reads a file without the frozen weights.
-        """
+        """Refuse adapters alone, unless a Trainer loads them."""
         if RECORD in checkpoint and self._trainer is None:
             raise CheckpointError(
                 "the checkpoint has adapters alone, which load_from_checkpoint can't load; write module ="

@@ -209,11 +209,7 @@ def masked_batch(
 
 
 def check(row: Mapping[str, Any], task: str) -> None:
-    """Refuse a row that lacks a key of the task, or has a value of another type.
-
-    Raises:
-        RowError: names the key.
-    """
+    """Refuse a row that lacks a key of the task, or has a value of another type."""
     keys = " and ".join(KEYS[task])
     kind = list if task == "token_classification" else str
     for key in KEYS[task]:

@@ -87,11 +87,7 @@ def row_files(path: str | Path) -> list[Path]:
 
 
 def refuse_half_characters(text: str) -> None:
-    """Refuse a text with half of a surrogate pair, which can't be encoded.
-
-    Raises:
-        RowError: it has one.
-    """
+    """Refuse a text with half of a surrogate pair, which can't be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -153,11 +153,7 @@ def has_room(what: str, needed: int) -> bool:
 
 
 def require_host_room(what: str, sizes: Sizes, remedy: str) -> None:
-    """Check that the host has the memory that `host_tensors` would take.
-
-    Raises:
-        BudgetError: it has less.
-    """
+    """Check that the host has the memory that `host_tensors` would take."""
     needed, free = _slab_bytes(sizes), host_room()
     if needed > free and not is_planned():
         raise BudgetError(

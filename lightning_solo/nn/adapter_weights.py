@@ -44,11 +44,7 @@ def trained_keys(module: nn.Module, config: AdapterConfig, keys: Iterable[str]) 
 
 
 def require_modules(module: nn.Module, config: AdapterConfig) -> None:
-    """Refuse a module without the layers of an adapter.
-
-    Raises:
-        CheckpointError: a layer is missing.
-    """
+    """Refuse a module without the layers of an adapter."""
     there = {name for name, _ in plain_modules(module)}
     if lacking := [name for name in (*config.layers, *config.modules_to_save, *config.tokens) if name not in there]:
         raise CheckpointError(
@@ -92,9 +88,6 @@ def refuse_other_base(base: Record | None, saved: Record | None) -> None:
 
     Weights in 4 or 8 bits, here or when the adapter was trained, may differ by as much as rounding changes them, since
     processors round a little differently.
-
-    Raises:
-        CheckpointError: names, shapes or values differ; the message names the first weights that do.
     """
     if base is None or saved is None:
         return

@@ -175,11 +175,7 @@ def keeping_inputs() -> AbstractContextManager[Any]:
 
 
 def refuse_own_checkpointing(module: nn.Module, option: str) -> None:
-    """Refuse a module that recomputes its blocks by itself, beside ``option``, such as ``"callback.<technique>"``.
-
-    Raises:
-        ConflictError: it checkpoints its activations.
-    """
+    """Refuse a module that recomputes its blocks by itself, beside ``option``, such as ``"callback.<technique>"``."""
     for name, part in module.named_modules():
         for switch in ("gradient_checkpointing", "grad_checkpointing"):  # Hugging Face's and timm's
             if getattr(part, switch, False) is True:

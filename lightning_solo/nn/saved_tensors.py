@@ -60,11 +60,7 @@ class Left(NamedTuple):
 
 
 def require_unchanged(tensor: Tensor, version: int) -> None:
-    """Check a saved tensor for changes in place, which torch doesn't do under saved-tensor hooks.
-
-    Raises:
-        ConflictError: the tensor was changed in place after it was saved.
-    """
+    """Check a saved tensor for changes in place, which torch doesn't do under saved-tensor hooks."""
     if tensor._version != version:
         raise ConflictError(
             f"a tensor saved for backward was changed in place afterwards, from version {version} to"

@@ -163,11 +163,7 @@ def without_shared_parameters(module: nn.Module, blocks: list[nn.Module]) -> lis
 
 
 def require_sharded(module: nn.Module) -> None:
-    """Refuse a module with a parameter that isn't sharded: no process would learn of another's gradient of it.
-
-    Raises:
-        ConflictError: names the parameters.
-    """
+    """Refuse a module with a parameter that isn't sharded: no process would learn of another's gradient of it."""
     whole = [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
     if whole:
         raise ConflictError(

@@ -119,11 +119,7 @@ def _unmarked(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def require_plain(p: Tensor, state: Mapping[str, Any], name: str, optimizer: str) -> None:
-    """Refuse to load a compact optimizer's state into an optimizer that would misread it.
-
-    Raises:
-        CheckpointError: names the parameter, the optimizer and what to write.
-    """
+    """Refuse to load a compact optimizer's state into an optimizer that would misread it."""
     moment = state.get("exp_avg")
     is_flat = isinstance(moment, Tensor) and moment.dim() == 1 and p.dim() > 1
     if is_compact(state) or is_flat:
@@ -134,11 +130,7 @@ def require_plain(p: Tensor, state: Mapping[str, Any], name: str, optimizer: str
 
 
 def require_plain_states(optimizer: Optimizer) -> None:
-    """Refuse to load compact states into one of torch's optimizers; other optimizers check their states themselves.
-
-    Raises:
-        CheckpointError: as `require_plain`.
-    """
+    """Refuse to load compact states into one of torch's optimizers; other optimizers check their states themselves."""
     if type(optimizer).__module__.startswith("torch.optim."):
         for p, state in optimizer.state.items():
             require_plain(p, state, name_in(optimizer, p), type(optimizer).__name__)
@@ -153,11 +145,7 @@ def plain_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def require_supported(state_dict: Mapping[str, Any]) -> None:
-    """Refuse a state dict that is not of AdamW or Adam, or has an `UNSUPPORTED` option.
-
-    Raises:
-        CheckpointError: names the group and the option.
-    """
+    """Refuse a state dict that is not of AdamW or Adam, or has an `UNSUPPORTED` option."""
     for name in ("state", "param_groups"):
         if name not in state_dict:
             raise CheckpointError(f"states of an optimizer without {name}: there are {', '.join(state_dict) or 'none'}")

@@ -48,11 +48,7 @@ class Hyperparameters:
         )
 
     def require_valid(self, name: str) -> None:
-        """Check the values; messages name the optimizer.
-
-        Raises:
-            PresetError: one is out of its range.
-        """
+        """Check the values; messages name the optimizer."""
         for key, value in (("lr", self.lr), ("eps", self.eps), ("weight_decay", self.weight_decay)):
             if (isinstance(value, Tensor) and value.numel() != 1) or not value >= 0:
                 raise PresetError(f"{name}: {key}={value}: write a number of at least 0")

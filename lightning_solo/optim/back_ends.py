@@ -109,11 +109,7 @@ def _require_served(optimizer: Optimizer, back_end: str) -> None:
 
 
 def require_capable(back_end: str, device: torch.device) -> None:
-    """Refuse a machine that can't run a back end.
-
-    Raises:
-        CapabilityError: the package, a CUDA device or a compiler is missing; names the remedy.
-    """
+    """Refuse a machine that can't run a back end."""
     library = BACK_ENDS[back_end]
     if not is_installed(library.package):
         raise CapabilityError(

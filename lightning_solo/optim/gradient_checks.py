@@ -16,11 +16,7 @@ from lightning_solo.optim.param_groups import name_in
 
 
 def require_dense(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Check that no gradient of an optimizer's parameters is sparse.
-
-    Raises:
-        GradientError: one is; names it.
-    """
+    """Check that no gradient of an optimizer's parameters is sparse."""
     for p, grad in gradients:
         if grad.is_sparse:
             raise GradientError(
@@ -31,11 +27,7 @@ def require_dense(optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor
 def require_finite(
     optimizer: Optimizer, gradients: Iterable[tuple[Tensor, Tensor]], losses: Tensor | None = None
 ) -> None:
-    """Check that no gradient of an optimizer's parameters is sparse, infinite or NaN; waits for the device once.
-
-    Raises:
-        GradientError: one is sparse, or a `RefusedStepError`: one, or one of ``losses``, is infinite or NaN.
-    """
+    """Check that no gradient of an optimizer's parameters is sparse, infinite or NaN; waits for the device once."""
     pairs = list(gradients)
     require_dense(optimizer, pairs)
     full = [local(g) for _, g in pairs if local(g).numel()] + ([] if losses is None else [losses])

@@ -58,11 +58,7 @@ def saved_states(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[Te
 def require_states(
     optimizer: Optimizer, state_dict: Mapping[str, Any], names: Iterable[str], of: Iterable[Tensor] | None = None
 ) -> None:
-    """Check that the saved states of an optimizer's parameters, or of some, have these names.
-
-    Raises:
-        CheckpointError: they are of another optimizer, or of another number of parameters.
-    """
+    """Check that the saved states of an optimizer's parameters, or of some, have these names."""
     states = saved_states(optimizer, state_dict)
     for p in states if of is None else of:
         if states[p] and (missing := [name for name in names if name not in states[p]]):

@@ -68,9 +68,6 @@ def refuse_states_of_others(optimizer: Optimizer, state_dict: Mapping[str, Any])
     """Check that saved states have no name that is unknown to one of torch's classes, which load any state.
 
     Compact states have an error of their own.
-
-    Raises:
-        CheckpointError: the states are of another optimizer.
     """
     known = _STATE_NAMES.get(type(optimizer))
     for state in state_dict.get("state", {}).values():

@@ -300,11 +300,7 @@ def _source(owner: Any, split: str) -> tuple[Any, str | None]:
 
 
 def refuse_others(folder: Path, *, overwrite: bool) -> None:
-    """Refuse to write into a folder that exists.
-
-    Raises:
-        CheckpointError: it has no predictions, or it has some and ``overwrite`` is False.
-    """
+    """Refuse to write into a folder that exists."""
     if not folder.exists() and not folder.is_symlink():
         return
     if folder.is_symlink() or read_json(folder / MANIFEST) is None:

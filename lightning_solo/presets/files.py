@@ -166,11 +166,7 @@ def _other_form(name: str) -> str:
 
 
 def check_choice(group: str, value: object) -> None:
-    """Refuse a callback or strategy that is neither a technique nor a file of the user.
-
-    Raises:
-        PresetError: names the nearest choice, and all choices.
-    """
+    """Refuse a callback or strategy that is neither a technique nor a file of the user."""
     if group == "strategy" and (message := refusal(value)):
         raise PresetError(message)
     for name in value if isinstance(value, list) else [value]:

@@ -14,11 +14,7 @@ PRESETS = dict.fromkeys(
 
 
 def refuse_old_preset(name: str) -> None:
-    """Refuse a preset of an earlier version.
-
-    Raises:
-        PresetError: names its replacement.
-    """
+    """Refuse a preset of an earlier version."""
     if name in PRESETS:
         raise PresetError(f"preset {name!r} was removed; {PRESETS[name]}")
 

@@ -73,11 +73,7 @@ def _check(override: Override) -> None:
 
 
 def check_not_replacing(override: Override) -> None:
-    """Refuse a choice of callbacks that isn't added.
-
-    Raises:
-        PresetError: the choice would replace every callback of the preset.
-    """
+    """Refuse a choice of callbacks that isn't added."""
     if not override.is_add() and not override.is_delete():
         text = str(override.input_line)
         raise PresetError(
@@ -92,11 +88,7 @@ def is_choice(override: Override) -> bool:
 
 
 def refuse_twice(overrides: Sequence[Override]) -> None:
-    """Refuse two overrides of the same key; Hydra would silently use the last.
-
-    Raises:
-        PresetError: names both.
-    """
+    """Refuse two overrides of the same key; Hydra would silently use the last."""
     keys = [override.key_or_group for override in overrides]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice:

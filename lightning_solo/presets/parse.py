@@ -149,11 +149,7 @@ def targets(node: Any, option: str) -> Iterator[tuple[str, object]]:
 
 
 def refuse_foreign_targets(node: Any, option: str, allow: Sequence[str]) -> None:
-    """Refuse every ``_target_`` outside the prefixes in ``allow``; import nothing.
-
-    Raises:
-        PresetError: a target is not a string, or outside ``allow``.
-    """
+    """Refuse every ``_target_`` outside the prefixes in ``allow``; import nothing."""
     for path, target in targets(node, option):
         if not isinstance(target, str) or not is_allowed(target, allow):
             allowed = ", ".join(allow) if allow else "nothing"
@@ -172,9 +168,6 @@ def check_object(kind: str, node: object, allow: Sequence[str] = (), given: Sequ
         node: ``name`` or ``_target_``, and arguments; None and ``{}`` stand for no object.
         allow: prefixes of ``_target_`` that the user trusts.
         given: names of arguments that the caller adds.
-
-    Raises:
-        PresetError: an unknown or missing argument or name, a wrong type, a forbidden target.
     """
     if not node:
         return
@@ -304,10 +297,6 @@ def _auto(given: object) -> AutoSettings | None:
 
 
 def check_name(name: str, option: str) -> None:
-    """Check the name of a preset to write, which ``option`` gives.
-
-    Raises:
-        PresetError: it isn't a name.
-    """
+    """Check the name of a preset to write, which ``option`` gives."""
     if not re.fullmatch(r"[A-Za-z]\w*", name):
         raise PresetError(f"{option}{name!r}: write a preset's name, of letters, digits and _: {option}my_run")

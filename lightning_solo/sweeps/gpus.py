@@ -137,11 +137,7 @@ def devices_of(config: DictConfig, shared_out: bool) -> int:
 
 
 def check_devices(jobs: Iterable[Job], gpus: Collection[str]) -> None:
-    """Refuse jobs that ask for more GPUs than there are.
-
-    Raises:
-        PresetError: names the first such job.
-    """
+    """Refuse jobs that ask for more GPUs than there are."""
     for job in jobs:
         if gpus and job.devices > len(gpus):
             raise PresetError(

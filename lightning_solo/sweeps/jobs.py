@@ -58,21 +58,13 @@ class Settings:
 
 
 def check_names(section: str, options: Mapping[str, Any], settings: type[Any]) -> None:
-    """Refuse options of one of Hydra's sections that its settings don't have.
-
-    Raises:
-        PresetError: names the nearest setting.
-    """
+    """Refuse options of one of Hydra's sections that its settings don't have."""
     accepted = {name: Parameter(Any, None) for name in settings.__dataclass_fields__}
     check_arguments(options, accepted, f"hydra.{section}")
 
 
 def check_least(section: str, settings: object, **least: int) -> None:
-    """Refuse settings of one of Hydra's sections that are below their minimum.
-
-    Raises:
-        PresetError: names the setting.
-    """
+    """Refuse settings of one of Hydra's sections that are below their minimum."""
     for name, lowest in least.items():
         value = getattr(settings, name)
         if value is not None and value < lowest:
@@ -145,11 +137,7 @@ def _values(override: Override) -> int:
 
 
 def check_most(counts: Mapping[str, int], most: int | None) -> None:
-    """Refuse a sweep of more than ``most`` jobs; None for a launcher without `max_jobs`.
-
-    Raises:
-        PresetError: names the setting that raises the limit, if there is one.
-    """
+    """Refuse a sweep of more than ``most`` jobs; None for a launcher without `max_jobs`."""
     jobs = math.prod(counts.values())
     if jobs > (MOST_JOBS if most is None else most):
         limit, remedy = f"the most of this launcher is {MOST_JOBS:,}", ""
@@ -160,11 +148,7 @@ def check_most(counts: Mapping[str, int], most: int | None) -> None:
 
 
 def check_folders(sweep: Path, jobs: Sequence[Job]) -> None:
-    """Refuse jobs' folders outside the sweep's folder or inside one another.
-
-    Raises:
-        PresetError: names the jobs.
-    """
+    """Refuse jobs' folders outside the sweep's folder or inside one another."""
     folders = sorted((job.folder.resolve(), job.number, job) for job in jobs)  # a folder comes before those inside it
     for folder, number, job in folders:
         if sweep.resolve() not in folder.parents or folder.is_relative_to(sweep.resolve() / STATE):

@@ -169,11 +169,7 @@ def without_trace() -> Iterator[None]:
 
 
 def refuse_ranks() -> None:
-    """Refuse a sweep that a job's Trainer starts, because it starts the command again for each further device.
-
-    Raises:
-        ConflictError: names the settings for a number of devices.
-    """
+    """Refuse a sweep that a job's Trainer starts, because it starts the command again for each further device."""
     if VARIABLE in os.environ and "LOCAL_RANK" in os.environ:
         raise ConflictError(
             "a job's Trainer uses several devices, for which Lightning would start the whole sweep again; write their"

@@ -307,11 +307,7 @@ def _count(batch: Any, by: str, option: Literal["by", "weight_by"]) -> float:
 
 
 def refuse_conflicts(trainer: Any, pl_module: Any, schedule: AccumulationSchedule) -> None:
-    """Check that nothing else decides when the optimizer steps.
-
-    Raises:
-        ConflictError: something else does; names it and the remedy.
-    """
+    """Check that nothing else decides when the optimizer steps."""
     if not pl_module.automatic_optimization:
         raise ConflictError(
             f"{OPTION} and {type(pl_module).__name__}.automatic_optimization=False: the module decides when to step;"

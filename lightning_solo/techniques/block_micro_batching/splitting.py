@@ -55,11 +55,7 @@ class Returned:
         self._ends |= {node._sequence_nr() for node in ends if node is not None}
 
     def require(self, loss: Tensor) -> None:
-        """Check that a loss depends on what blocks returned, or on rows that all micro-batches made.
-
-        Raises:
-            ConflictError: it depends on something of one micro-batch, or on a number of each.
-        """
+        """Check that a loss depends on what blocks returned, or on rows that all micro-batches made."""
         of_node = [(part, call, n) for call, (*_, made) in enumerate(self.calls) for n, part in enumerate(made)]
         found: dict[int, set[int]] = {}
 

@@ -105,11 +105,7 @@ def require_room(
     module: nn.Module,
     device: torch.device,
 ) -> None:
-    """Refuse states that don't fit in memory together with the module, before they are allocated.
-
-    Raises:
-        BudgetError: the device has less memory than the states need.
-    """
+    """Refuse states that don't fit in memory together with the module, before they are allocated."""
     if is_planned() or _is_plain(settings, corrections):
         return  # an arbitrary optimizer, with states of unknown size
     needed = sum(_bytes_for(settings, optimizer) for optimizer in optimizers)

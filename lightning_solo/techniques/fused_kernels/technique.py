@@ -73,11 +73,7 @@ class FusedKernels(Technique, Settings):
 
 
 def check_found(computations: Mapping[str, Computation], left_out: Mapping[str, str], wanted: Sequence[str]) -> None:
-    """Check that each requested kernel can be used by at least one layer.
-
-    Raises:
-        NothingToDoError: no layer can; the message names the kernels, and layers that look similar.
-    """
+    """Check that each requested kernel can be used by at least one layer."""
     found = {computation.kernel for computation in computations.values()}
     missing = [name for name in wanted if name not in found]
     if missing or not computations:

@@ -79,11 +79,7 @@ class Embedding:
             self.is_split = False
 
     def require_returned(self, loss: Tensor) -> None:
-        """Check once, at the first loss of split calls, that it depends only on the tensors which they return.
-
-        Raises:
-            ConflictError: a hook or an attribute took another tensor out of a part, which has the rows of one part.
-        """
+        """Check once, at the first loss of split calls, that it depends only on the tensors which they return."""
         if not self._made:
             return
         made, self._made = self._made, None

@@ -37,9 +37,6 @@ def require_mean(ctx: Run, splitter: Splitter, batch: Any, batch_idx: int, sampl
     """Check that the loss of ``samples`` of a batch, or as many as fit, is the mean over two parts of them.
 
     ``training_step`` runs without backward, and all state is restored.
-
-    Raises:
-        ConflictError: it isn't; the message names the remedy.
     """
     while samples > 1:
         few, samples = splitter.parts(batch, samples)[0]

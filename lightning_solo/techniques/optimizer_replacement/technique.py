@@ -222,11 +222,7 @@ class OptimizerReplacement(AveragedWeights, Settings):
         return ReplacedCheckpoint(ctx, self)
 
     def refuse_states_of(self, checkpoint: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint with states of another optimizer, or of schedulers of the module's instead of ours.
-
-        Raises:
-            CheckpointError: names both.
-        """
+        """Refuse a checkpoint with states of another optimizer, or of schedulers of the module's instead of ours."""
         record = checkpoint.get("callbacks", {}).get(self.state_key, {})
         saved, schedule = record.get("optimizer"), record.get("schedule")
         if saved == self._name or (not saved and self._is_same):
