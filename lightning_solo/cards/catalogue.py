@@ -132,7 +132,10 @@ def problems(card: Card) -> Iterator[str]:
         for name in missing:
             yield f"{card.name}: the setting {name!r} has no default; write {name} = setting(<default>)"
         if not missing:
-            yield from _wrong_defaults(card)
+            try:
+                card.check({})
+            except (PresetError, ConflictError, TypeError) as error:
+                yield f"the defaults of {card.name} are refused: {error}"
     yield from _missing_target(card)
     for name in ("planned", "footprint"):
         way = getattr(card, name)
@@ -151,13 +154,6 @@ def problems(card: Card) -> Iterator[str]:
         for name in () if callable(names) else names:
             if name not in RESOURCES and (near := difflib.get_close_matches(name, RESOURCES, n=1, cutoff=0.85)):
                 yield f"{card.name}: {kind} {name!r}; did you mean {near[0]!r}?"
-
-
-def _wrong_defaults(card: Card) -> Iterator[str]:
-    try:
-        card.check({})
-    except (PresetError, ConflictError, TypeError) as error:
-        yield f"the defaults of {card.name} are refused: {error}"
 
 
 def _missing_target(card: Card) -> Iterator[str]:

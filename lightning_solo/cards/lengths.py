@@ -11,10 +11,5 @@ WAYS = "``auto``, ``collated``, the name of a column, or in Python a function of
 
 def length_setting() -> Any:
     """Return a field of settings for the argument of `lightning_solo.data.item_lengths.item_lengths`."""
-    return setting("auto", WAYS, check=_complaint)
-
-
-def _complaint(value: object) -> str | None:
-    if callable(value) or (isinstance(value, str) and value):
-        return None
-    return f"write {WAYS.replace('`', '')}"
+    text = f"write {WAYS.replace('`', '')}"
+    return setting("auto", WAYS, check=lambda way: None if callable(way) or (isinstance(way, str) and way) else text)

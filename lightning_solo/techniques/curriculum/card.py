@@ -22,10 +22,6 @@ def _no_difficulty(by: object) -> str | None:
     return "write sequence_length, length, collated, loss, the name of a column, or in Python a function of an item"
 
 
-def _no_share(start: float) -> str | None:
-    return None if 0 < start < 1 else "write a share between 0 and 1, such as 0.1"
-
-
 @dataclass(frozen=True)
 class Settings(TechniqueSettings):
     """Arguments of Curriculum."""
@@ -37,7 +33,11 @@ class Settings(TechniqueSettings):
         "function), loss, the name of a column, key or attribute, or in Python a function of an item",
         check=_no_difficulty,
     )
-    start: float = setting(0.1, "share of the items, or of the longest sequence, at the beginning", check=_no_share)
+    start: float = setting(
+        0.1,
+        "share of the items, or of the longest sequence, at the beginning",
+        check=lambda start: None if 0 < start < 1 else "write a share between 0 and 1, such as 0.1",
+    )
     duration: int = setting(1000, "steps or tokens until all of it is used", at_least=1)
     schedule: Literal["linear", "root"] = setting(
         "linear", "how the share grows; root: fast at first, the square of the share grows linearly"

@@ -20,18 +20,10 @@ from lightning_solo.units import format_bytes
 TEACHER = "callback.distillation.teacher=<a run's folder, a checkpoint, a folder of Hugging Face's, or start>"
 
 
-def _wrong_alpha(alpha: float) -> str | None:
-    return None if 0 < alpha <= 1 else "expected a number above 0, and at most 1"
-
-
 def _wrong_features(features: Mapping[str, str] | None) -> str | None:
     if features is None or (features and all(isinstance(each, str) and each for each in features.values())):
         return None
     return "expected names of layers, student's: teacher's, such as {blocks.1: blocks.3}"
-
-
-def _wrong_temperature(temperature: float) -> str | None:
-    return None if temperature > 0 else "expected a number above 0, such as 1 or 2"
 
 
 @dataclass(frozen=True)
@@ -46,10 +38,14 @@ class Settings(TechniqueSettings):
         None, "instead of a teacher: a file that lightning-solo soft-labels wrote, with draws of a teacher"
     )
     alpha: float = setting(
-        0.5, "share of the divergence in the loss; the module's own loss has the rest", check=_wrong_alpha
+        0.5,
+        "share of the divergence in the loss; the module's own loss has the rest",
+        check=lambda alpha: None if 0 < alpha <= 1 else "expected a number above 0, and at most 1",
     )
     temperature: float = setting(
-        1.0, "divides the logits of both models; with labels it is 1", check=_wrong_temperature
+        1.0,
+        "divides the logits of both models; with labels it is 1",
+        check=lambda temperature: None if temperature > 0 else "expected a number above 0, such as 1 or 2",
     )
     part: str = setting("auto", "the part whose output are the logits, as net; auto: the one that training_step calls")
     dtype: str = setting("auto", "type of the teacher's weights; auto: as they are stored", allowed=TEACHER_DTYPES)

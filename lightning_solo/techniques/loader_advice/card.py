@@ -10,16 +10,16 @@ from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 
 
-def _not_a_share(value: float) -> str | None:
-    return None if 0 <= value < 1 else "allowed is a share of the time, from 0 to below 1, such as 0.02"
-
-
 @dataclass(frozen=True)
 class Settings(TechniqueSettings):
     """Arguments of LoaderAdvice."""
 
     min_share: float = setting(
-        0.02, "share of the time in training below which an option of the loader isn't named", check=_not_a_share
+        0.02,
+        "share of the time in training below which an option of the loader isn't named",
+        check=lambda share: (
+            None if 0 <= share < 1 else "allowed is a share of the time, from 0 to below 1, such as 0.02"
+        ),
     )
 
 

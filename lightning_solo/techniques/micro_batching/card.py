@@ -20,10 +20,6 @@ def _not_callable(split: Any) -> str | None:
     return "a function is given in Python, MicroBatching(split=my_function); in a configuration write null"
 
 
-def _empty(name: str) -> str | None:
-    return None if name else "write samples, tokens, shifted_tokens, or the key of the weights in the batch"
-
-
 @dataclass(frozen=True)
 class Settings(TechniqueSettings):
     """Arguments of MicroBatching."""
@@ -52,7 +48,7 @@ class Settings(TechniqueSettings):
         "samples",
         "the weight of a part in the loss: samples; tokens (labels other than -100); shifted_tokens (those without each"
         " row's first); or a key of the batch",
-        check=_empty,
+        check=lambda key: None if key else "write samples, tokens, shifted_tokens, or the key of the batch's weights",
     )
     embed: str | Sequence[str] | None = setting(
         None,

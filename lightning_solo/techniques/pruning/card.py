@@ -24,17 +24,15 @@ def _wrong_share(value: float | None) -> str | None:
     return None if value is None or 0 < value < 1 else "expected a share above 0 and below 1"
 
 
-def _wrong_threshold(value: float | None) -> str | None:
-    return None if value is None or 0 < value < float("inf") else "expected a number above 0"
-
-
 @dataclass(frozen=True)
 class Settings(TechniqueSettings):
     """Arguments of Pruning."""
 
     amount: float | None = setting(None, "share of the weights that are pruned, as 0.5", check=_wrong_share)
     threshold: float | None = setting(
-        None, "instead of amount: weights of smaller magnitude are pruned", check=_wrong_threshold
+        None,
+        "instead of amount: weights of smaller magnitude are pruned",
+        check=lambda value: None if value is None or value > 0 else "expected a number above 0",
     )
     pattern: str = setting(
         "unstructured",

@@ -9,17 +9,10 @@ from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.engines import ROUNDING, alike
 from lightning_solo.cards.phase import Phase
-from lightning_solo.cards.settings import TechniqueSettings, setting
+from lightning_solo.cards.settings import TechniqueSettings, names_or, setting
 
 LINEAR = "linear"
 """Selects every linear layer but output heads."""
-
-
-def _wrong_layers(layers: str | Sequence[str]) -> str | None:
-    names = [layers] if isinstance(layers, str) else layers
-    if not names or not all(name.strip() for name in names):
-        return "write 'linear', or patterns of names, as [mlp]"
-    return "write 'linear' alone, or patterns only" if not isinstance(layers, str) and LINEAR in layers else None
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,7 @@ class Settings(TechniqueSettings):
     layers: str | Sequence[str] = setting(
         LINEAR,
         "linear: all linear layers but output heads, attention of torch, and experts; or patterns of names, as [mlp]",
-        check=_wrong_layers,
+        check=names_or(LINEAR, "patterns of names", "[mlp]"),
     )
     start_step: int = setting(0, "optimizer steps before weights are rounded", at_least=0)
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.engines import EVERYWHERE
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
-
-
-def _not_a_rate(tflops: float | None) -> str | None:
-    if tflops is None or 0 < tflops < math.inf:
-        return None
-    return "allowed is a number above 0, such as 82.6, or null"
 
 
 @dataclass(frozen=True)
@@ -31,7 +24,9 @@ class Settings(TechniqueSettings):
     )
     count_flops: bool = setting(True, "count the model's FLOPs in the first batch's forward")
     device_tflops: float | None = setting(
-        None, "peak TFLOP/s of the device at the precision used; null: from the table of devices", check=_not_a_rate
+        None,
+        "peak TFLOP/s of the device at the precision used; null: from the table of devices",
+        check=lambda rate: None if rate is None or rate > 0 else "allowed is a number above 0, such as 82.6, or null",
     )
 
 

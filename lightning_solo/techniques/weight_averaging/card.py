@@ -14,18 +14,18 @@ from lightning_solo.cards.tracing import Tracing
 from lightning_solo.errors import ConflictError
 
 
-def _not_a_decay(value: float) -> str | None:
-    if 0 < value < 1:
-        return None
-    return "expected a number between 0 and 1, such as 0.999: at 1 the average never moves"
-
-
 @dataclass(frozen=True)
 class Settings(TechniqueSettings):
     """Arguments of WeightAverage."""
 
     method: str = setting("ema", "ema: exponential average; swa: equal mean of all updates", allowed=("ema", "swa"))
-    decay: float = setting(0.999, "part of the average that an update of ema keeps", check=_not_a_decay)
+    decay: float = setting(
+        0.999,
+        "part of the average that an update of ema keeps",
+        check=lambda decay: (
+            None if 0 < decay < 1 else "expected a number between 0 and 1, such as 0.999: at 1 the average never moves"
+        ),
+    )
     start_step: int = setting(0, "optimizer steps before the first update", at_least=0)
     every_n_steps: int = setting(1, "optimizer steps between two updates", at_least=1)
     cycles: bool = setting(
