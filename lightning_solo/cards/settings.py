@@ -129,7 +129,7 @@ def _copied(value: Any) -> Any:
 
 
 def documented(doc: str, settings: type[TechniqueSettings]) -> str:
-    """Return a docstring with a section ``Args:`` made from the fields' texts."""
+    """Return a docstring with a section ``Args:`` made from the fields' texts, and the error for wrong arguments."""
     lines = []
     for name, parameter in parameters_of(settings).items():  # type: ignore[arg-type]
         text = f"{name}: {settings.__dataclass_fields__[name].metadata['text']}"
@@ -138,6 +138,9 @@ def documented(doc: str, settings: type[TechniqueSettings]) -> str:
         lines += textwrap.wrap(f"{text}.", 112, initial_indent=" " * 8, subsequent_indent=" " * 12)
     if not lines:
         return doc
+    if "PresetError:" not in doc:
+        raised = "    Raises:\n        PresetError: an argument is ill-formed.\n"
+        doc = doc.replace("    Raises:\n", raised, 1) if "    Raises:\n" in doc else f"{doc.rstrip()}\n\n{raised}"
     section = "\n".join(["    Args:", *lines, "", ""])
     for head in ("    Attributes:", "    Raises:"):
         if head in doc:

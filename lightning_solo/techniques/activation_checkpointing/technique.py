@@ -72,7 +72,6 @@ class ActivationCheckpointing(Technique, Settings):
     Validation, test and prediction are unchanged.
 
     Raises:
-        PresetError: An argument is ill-formed.
         ConflictError: ``keep`` and ``budget`` together.
     """
 

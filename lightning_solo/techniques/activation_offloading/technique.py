@@ -28,7 +28,6 @@ class ActivationOffloading(Technique, Settings):
     """Keeps saved tensors in page-locked host memory between forward and backward during a fit.
 
     Raises:
-        PresetError: an argument is ill-formed.
         ConflictError: ``folder`` without ``mode="disk"``.
     """
 

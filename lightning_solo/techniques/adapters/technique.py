@@ -45,9 +45,6 @@ class Adapters(Technique, Settings):
     After the fit ``requires_grad`` is as before. The module keeps its adapters and answers as trained;
     ``solo.merge_adapters(module)`` adds them to its weights, and ``solo.remove_adapters(module)`` takes them out.
     With ``after_fit="merge"`` they are merged when the fit ends.
-
-    Raises:
-        PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase

@@ -61,9 +61,6 @@ class Allocator(Callback, Settings):
 
     Attributes:
         advice: of the last fit; empty before.
-
-    Raises:
-        PresetError: an argument is out of range.
     """
 
     def _init_state(self) -> None:

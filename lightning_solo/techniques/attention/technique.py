@@ -26,9 +26,6 @@ class Attention(Technique, Settings):
 
     In a fit, Hugging Face models with ``attn_implementation="eager"`` call torch's ``scaled_dot_product_attention``.
     In validation, test and prediction torch chooses the kernel.
-
-    Raises:
-        PresetError: An argument is ill-formed.
     """
 
     phase = CARD.phase

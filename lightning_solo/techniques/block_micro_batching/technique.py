@@ -23,9 +23,6 @@ class BlockMicroBatching(Technique, Settings):
     """Runs each block of a model on one micro-batch after another during a fit, forward and backward.
 
     The module itself runs once on the whole batch. Validation, test and prediction are unchanged.
-
-    Raises:
-        PresetError: An argument is ill-formed.
     """
 
     phase = CARD.phase

@@ -20,9 +20,6 @@ class ChunkedCrossEntropy(Technique, Settings):
 
     The module's code is unchanged: its head returns logits that are computed only if anything but a cross-entropy needs
     them (`lightning_solo.nn.deferred_logits`).
-
-    Raises:
-        PresetError: An argument is ill-formed.
     """
 
     phase = CARD.phase

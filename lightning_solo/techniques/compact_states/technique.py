@@ -42,7 +42,6 @@ class CompactStates(Technique, Settings):
     With torch's other optimizers that step each parameter independently the weights are as compact, the states in fp32.
 
     Raises:
-        PresetError: a setting has a value that isn't allowed.
         ConflictError: bits or a budget are combined with a back end that has none.
     """
 

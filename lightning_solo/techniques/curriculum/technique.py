@@ -39,9 +39,6 @@ class Curriculum(Technique, Settings):
     Draws depend only on the seed, the position in training and the difficulties, so a resumed run has the batches of
     an uninterrupted one, with any number of workers. Losses are measured at the start of training, and whenever
     Lightning reloads the loader (``reload_dataloaders_every_n_epochs``); checkpoints contain them.
-
-    Raises:
-        PresetError: An argument is ill-formed.
     """
 
     phase = CARD.phase

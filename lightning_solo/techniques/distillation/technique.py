@@ -50,7 +50,6 @@ class Distillation(Technique, Settings):
     run needs. Validation doesn't change.
 
     Raises:
-        PresetError: An argument is ill-formed.
         ConflictError: Two arguments contradict each other.
     """
 

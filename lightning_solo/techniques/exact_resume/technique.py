@@ -34,9 +34,6 @@ class ExactResume(Technique, Settings):
 
     Beside what Lightning saves these are random states, the positions of loaders, logged values, the states of metrics,
     and the place in the loops. The run itself isn't changed.
-
-    Raises:
-        PresetError: an argument isn't a boolean.
     """
 
     phase = CARD.phase

@@ -14,9 +14,6 @@ class FactorizedEmbedding(Factorizing, Settings):
     An embedding ``tokens`` becomes a sequence with the parameters ``tokens.0.weight`` and ``tokens.1.weight``, which a
     tied head shares. After the fit the module keeps its factors; ``solo.merge_factors(module)`` puts their product in
     their place, and ``lightning-solo export --format factorized`` writes them for plain torch.
-
-    Raises:
-        PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase

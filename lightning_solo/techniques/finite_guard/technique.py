@@ -71,9 +71,6 @@ class FiniteGuard(Technique, Settings):
         skipped_windows: steps that were skipped in this fit.
         rewinds: how often this fit went back to a checkpoint.
         skipped_by_scaler: steps that the scaler of ``16-mixed`` skipped in this fit, to find a loss scale.
-
-    Raises:
-        PresetError: an argument is out of range.
     """
 
     phase = CARD.phase

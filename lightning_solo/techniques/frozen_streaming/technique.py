@@ -28,9 +28,6 @@ class FrozenStreaming(Technique, Settings):
     """Keeps the blocks' frozen weights on the host, and loads them block by block in forward and in backward.
 
     An evaluation without a fit streams all of the blocks' weights. After a run the module has its weights on the host.
-
-    Raises:
-        PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase

@@ -24,9 +24,6 @@ class FusedKernels(Technique, Settings):
 
     Layers of any package are recognised by their computation (`lightning_solo.nn.fused_kernels`). Types, weights and
     checkpoints are unchanged.
-
-    Raises:
-        PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase

@@ -32,9 +32,6 @@ class GradientNorm(Technique, Settings):
     It measures ``.grad`` at the optimizer step. Under gradient release it measures each gradient in backward, or at the
     end of the window if gradients are kept until then. In the first step of a fit it warns of blocks whose activations
     or gradients have an rms outside a range.
-
-    Raises:
-        PresetError: an argument is out of range.
     """
 
     phase = CARD.phase

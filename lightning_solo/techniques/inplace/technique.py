@@ -34,9 +34,6 @@ class InPlace(Technique, Settings):
     and with them in place, to the bit. Some later batches have the first of these passes again. Buffers, metrics and
     random numbers are restored after each. In validation nothing runs in place, and after the fit the module is as
     before.
-
-    Raises:
-        PresetError: an argument isn't a boolean.
     """
 
     phase = CARD.phase

@@ -21,9 +21,6 @@ class ItemCache(Technique, Settings):
     """Loads each item of a map-style training data set once, and then reads it from memory or a file.
 
     Workers share the cache. It is freed at the end of the fit. Items beyond the budget are loaded as before.
-
-    Raises:
-        PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase

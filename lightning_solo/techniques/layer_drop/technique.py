@@ -25,9 +25,6 @@ class LayerDrop(Technique, Settings):
 
     Each block is skipped equally often on average. The seed of the draws is torch's when the first fit begins. It is
     saved in checkpoints, so that a resumed run draws the same blocks as an uninterrupted one.
-
-    Raises:
-        PresetError: An argument is ill-formed.
     """
 
     phase = CARD.phase

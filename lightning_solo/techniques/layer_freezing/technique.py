@@ -28,9 +28,6 @@ class LayerFreezing(Technique, Settings):
     The choice follows from the epoch or the optimizer step alone, so a resumed run trains what an uninterrupted one
     does. Optimizers get every parameter that is trained at any time, and make its states at its first gradient. After
     the fit ``requires_grad`` is as before.
-
-    Raises:
-        PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase

@@ -25,9 +25,6 @@ class LeakFinder(Callback, Settings):
     collects until the end of an epoch.
 
     It doesn't see a tensor that is replaced by ever larger ones, or memory that no Python object refers to.
-
-    Raises:
-        PresetError: an argument is out of range.
     """
 
     def _init_state(self) -> None:

@@ -20,9 +20,6 @@ class LengthBucketing(Technique, Settings):
 
     The loader keeps its items, workers, collate function and other attributes. A run resumed within an epoch continues
     with exactly the remaining batches.
-
-    Raises:
-        PresetError: An argument is ill-formed.
     """
 
     phase = CARD.phase

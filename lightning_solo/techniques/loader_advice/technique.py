@@ -25,9 +25,6 @@ class LoaderAdvice(Technique, Settings):
     Attributes:
         times: times of the last fit; None before the first fit, or after one of fewer than two batches.
         savings: savings in the last fit, including those below ``min_share``; the largest first.
-
-    Raises:
-        PresetError: an argument is out of range.
     """
 
     phase = CARD.phase

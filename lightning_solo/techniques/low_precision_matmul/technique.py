@@ -23,9 +23,6 @@ class LowPrecisionMatmul(Technique, Settings):
 
     Weights, gradients, optimizer, checkpoints and validation are unchanged, and so is everything outside the blocks,
     such as the output head.
-
-    Raises:
-        PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase

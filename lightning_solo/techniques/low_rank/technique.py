@@ -15,9 +15,6 @@ class LowRank(Factorizing, Settings):
     ``up.1.bias``. Layers that wouldn't get smaller stay. After the fit the module keeps its factors;
     ``solo.merge_factors(module)`` puts products in their place, and ``lightning-solo export --format factorized``
     writes them for plain torch.
-
-    Raises:
-        PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase

@@ -75,9 +75,6 @@ class MicroBatching(Technique, Settings):
 
     Attributes:
         retries: How often batches have run again in this fit.
-
-    Raises:
-        PresetError: An argument is ill-formed.
     """
 
     phase = CARD.phase

@@ -49,7 +49,6 @@ class OptimizerReplacement(AveragedWeights, Settings):
     the new one.
 
     Raises:
-        PresetError: a setting has a value that isn't allowed.
         ConflictError: the schedule of a schedule-free optimizer would lower its rate.
     """
 

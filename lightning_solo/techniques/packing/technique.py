@@ -35,9 +35,6 @@ class Packing(Technique, Settings):
     Attributes:
         padding_before: Share of padding in the loader's own batches.
         padding_after: Share of padding in packed batches.
-
-    Raises:
-        PresetError: An argument is ill-formed.
     """
 
     phase = CARD.phase

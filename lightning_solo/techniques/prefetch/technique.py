@@ -27,9 +27,6 @@ class Prefetch(Technique, Settings):
     them. If a module or data module overrides ``on_before_batch_transfer`` or ``transfer_batch_to_device``, batches are
     loaded ahead on the host, and transferred when they are due. ``on_after_batch_transfer`` always runs when a batch is
     due.
-
-    Raises:
-        PresetError: an argument is out of range.
     """
 
     phase = CARD.phase

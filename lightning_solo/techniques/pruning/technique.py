@@ -34,7 +34,6 @@ class Pruning(Technique, Settings):
     same. The module gets no buffers, hooks or parametrizations: after the fit it is as before, with zeros.
 
     Raises:
-        PresetError: an argument is out of range.
         ConflictError: arguments contradict each other.
     """
 

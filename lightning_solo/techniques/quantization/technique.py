@@ -31,9 +31,6 @@ class Quantization(Technique, Settings):
     Parameters, keys, tied weights and optimizers stay as they are. Validation during the fit computes with rounded
     weights too. After the fit the module has its full weights and computes with them; `solo.export_quantized` and
     ``lightning-solo export --format quantized`` round them to the same numbers.
-
-    Raises:
-        PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase

@@ -34,9 +34,6 @@ class QuantizedBase(Technique, Settings):
 
     After the fit the layers have plain weights again, which are the rounded ones. A module whose weights are quantized
     before the fit, by ``solo.load_quantized``, keeps them so.
-
-    Raises:
-        PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase

@@ -24,9 +24,6 @@ class RegionalCompilation(Technique, Settings):
 
     Equal blocks share their compiled code, so the compile time doesn't grow with depth. Code outside the blocks isn't
     compiled. Names in checkpoints, copies and pickles stay the same.
-
-    Raises:
-        PresetError: An argument is ill-formed.
     """
 
     phase = CARD.phase

@@ -37,9 +37,6 @@ class SafeCheckpoint(Technique, Settings):
 
     SIGTERM and SIGINT save ``last.ckpt`` before the next batch and end the process with the status 143 or 130; SIGUSR1
     saves, and training goes on. A second SIGTERM or SIGINT ends the process at once. SIGHUP is ignored.
-
-    Raises:
-        PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase

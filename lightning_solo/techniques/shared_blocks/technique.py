@@ -28,9 +28,6 @@ class SharedBlocks(Technique, Settings):
 
     Names stay: each block has its parameters under its own names, and a checkpoint stores shared ones once. Buffers,
     such as BatchNorm's statistics, stay each block's own. At the start, validation before and after sharing is logged.
-
-    Raises:
-        PresetError: an argument is ill-formed.
     """
 
     phase = CARD.phase

@@ -31,9 +31,6 @@ class Throughput(Callback, Settings):
     its clocks at that moment.
 
     Time spent waiting for data is training time. Validation, and the time until the next batch, is not.
-
-    Raises:
-        PresetError: an argument is out of range.
     """
 
     def _init_state(self) -> None:

@@ -16,11 +16,7 @@ from lightning_solo.techniques.tiled_mlp.card import CARD, Settings
 
 
 class TiledMlp(Technique, Settings):
-    """Computes a model's feed-forward parts in tiles of tokens during a fit, forward and backward.
-
-    Raises:
-        PresetError: An argument is ill-formed.
-    """
+    """Computes a model's feed-forward parts in tiles of tokens during a fit, forward and backward."""
 
     phase = CARD.phase
 

@@ -34,9 +34,6 @@ class WeightAverage(AveragedWeights, Settings):
 
     Training, its schedule and its checkpoints' weights are those of a run without it: the average is among the
     callback's states in a checkpoint. `lightning-solo export` and `solo.export_weights` write the average.
-
-    Raises:
-        PresetError: an argument is out of range.
     """
 
     phase = CARD.phase
