@@ -22,7 +22,7 @@ from lightning_solo.cli.ladder_line import (
     settings_of,
     suggested_argument,
 )
-from lightning_solo.cli.terminal import print_lines
+from lightning_solo.cli.options import print_lines
 from lightning_solo.cli.train import build_parts, own_arguments
 from lightning_solo.errors import CheckpointError, SoloError
 from lightning_solo.ladder.display import details, memory_in_words, noise_in_words, table

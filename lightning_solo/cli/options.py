@@ -1,10 +1,13 @@
-"""Options of the commands: a parser that raises our errors, and values that several commands take."""
+"""Options of the commands: a parser that raises our errors, values that several commands take, and plain lines."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterable
 from typing import NoReturn
+
+from rich.console import Console
 
 from lightning_solo.errors import PresetError, nearest
 
@@ -33,3 +36,9 @@ def positive(option: str, text: str, example: int) -> int:
     if not text.isdecimal() or not int(text):
         raise PresetError(f"{option} {text}: must be an integer of at least 1, such as {option} {example}")
     return int(text)
+
+
+def print_lines(console: Console, lines: Iterable[str], style: str | None = None) -> None:
+    """Print lines without wrapping, highlights or markup."""
+    for line in lines:
+        console.print(line, style=style, soft_wrap=True, highlight=False, markup=False)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.ladder_line import batch_argument, with_batch
-from lightning_solo.cli.terminal import print_lines
+from lightning_solo.cli.options import print_lines
 from lightning_solo.errors import SoloError
 from lightning_solo.planner.calibration import Readings
 from lightning_solo.planner.device import CPU, Device

@@ -17,9 +17,8 @@ from rich.text import Text
 
 from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError, nearest
 from lightning_solo.report.sweep_folder import columns, common_overrides
-from lightning_solo.sweeps.files import RESULTS, STATE, SweepFolder
+from lightning_solo.sweeps.files import FILE, RESULTS, STATE, SweepFolder
 from lightning_solo.sweeps.outcome import FINISHED
-from lightning_solo.sweeps.output import FILE
 from lightning_solo.sweeps.results import Row, read_all
 from lightning_solo.tables import Cell, Column, csv_row, filled_table, terminal
 

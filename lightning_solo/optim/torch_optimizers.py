@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_solo.errors import CheckpointError, ConflictError
 from lightning_solo.memory.sharded_tensors import local
 from lightning_solo.optim.adamw_state_dict import WEIGHTS_ALONE, is_compact
-from lightning_solo.optim.lion import Lion
+from lightning_solo.optim.one_by_one import Lion
 
 
 def _of_adafactor(group: Mapping[str, Any], p: Tensor) -> int:

@@ -24,10 +24,10 @@ NAMES: dict[str, dict[str, str]] = {
         "adamw": "torch.optim.adamw:AdamW",
         "sgd": "torch.optim.sgd:SGD",
         "adafactor": "torch.optim._adafactor:Adafactor",
-        "lion": "lightning_solo.optim.lion:Lion",
+        "lion": "lightning_solo.optim.one_by_one:Lion",
         "muon": "lightning_solo.optim.muon:MuonAdamW",
-        "adamw_8bit": "lightning_solo.optim.low_bit_adamw:AdamW8bit",
-        "adamw_4bit": "lightning_solo.optim.low_bit_adamw:AdamW4bit",
+        "adamw_8bit": "lightning_solo.optim.one_by_one:AdamW8bit",
+        "adamw_4bit": "lightning_solo.optim.one_by_one:AdamW4bit",
         "schedule_free_adamw": "lightning_solo.optim.schedule_free:ScheduleFreeAdamW",
     },
 }

@@ -15,9 +15,8 @@ from rich.live import Live
 from rich.text import Text
 
 from lightning_solo.atomic_files import read_json
-from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.files import FILE, SweepFolder, tail
 from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED
-from lightning_solo.sweeps.output import FILE, tail
 from lightning_solo.sweeps.results import Row, gpu_cell
 from lightning_solo.tables import Cell, Table, duration, size, terminal
 from lightning_solo.tables import number as figure

@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 from lightning_solo.errors import CheckpointError, GradientError, NothingToDoError
 from lightning_solo.nn.parameter_groups import parameter_groups
 from lightning_solo.optim.gradient_release import StepInBackward
-from lightning_solo.optim.lion import Lion
-from lightning_solo.optim.low_bit_adamw import AdamW4bit, AdamW8bit
 from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.optim.muon import MuonAdamW
+from lightning_solo.optim.one_by_one import AdamW4bit, AdamW8bit, Lion
 from lightning_solo.optim.param_groups import parameters_of
 from lightning_solo.optim.schedule_free import ScheduleFreeAdamW
 from tests.messages import mentions

@@ -19,9 +19,8 @@ from lightning_solo.memory import host_slabs
 from lightning_solo.memory.ledger import storages_of
 from lightning_solo.optim import compressed_moments
 from lightning_solo.optim.adamw_states import bytes_of, state_layout
-from lightning_solo.optim.lion import Lion
-from lightning_solo.optim.low_bit_adamw import AdamW8bit
 from lightning_solo.optim.muon import MuonAdamW
+from lightning_solo.optim.one_by_one import AdamW8bit, Lion
 from lightning_solo.optim.schedule_free import ScheduleFreeAdamW
 from lightning_solo.optim.torch_optimizers import ONE_BY_ONE, SERVED
 from lightning_solo.planner import capture as capture_module

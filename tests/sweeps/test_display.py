@@ -12,8 +12,7 @@ from rich.console import Console
 
 from lightning_solo.atomic_files import write_json
 from lightning_solo.sweeps.display import Display
-from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.output import tail
+from lightning_solo.sweeps.files import SweepFolder, tail
 
 
 def display(folder: Path, jobs: int, parallel: int = 1) -> tuple[Display, io.StringIO]:

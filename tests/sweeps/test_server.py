@@ -17,9 +17,8 @@ from lightning_solo.errors import CapabilityError
 from lightning_solo.processes import NVML
 from lightning_solo.sweeps import forking
 from lightning_solo.sweeps.application import Application
-from lightning_solo.sweeps.files import SweepFolder
+from lightning_solo.sweeps.files import KEPT_BYTES, SweepFolder, cut_output
 from lightning_solo.sweeps.jobs import Job, Settings
-from lightning_solo.sweeps.output import KEPT_BYTES, cut_output
 from lightning_solo.sweeps.results import read
 from lightning_solo.sweeps.sweep import Sweep
 from tests.messages import lines_with

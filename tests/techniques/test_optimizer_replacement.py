@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, OneC
 
 from lightning_solo.errors import CheckpointError, ConflictError, NothingToDoError, PresetError
 from lightning_solo.nn.parameter_groups import parameter_groups
-from lightning_solo.optim.lion import Lion
 from lightning_solo.optim.master_weights import MasterWeights
 from lightning_solo.optim.muon import MuonAdamW
+from lightning_solo.optim.one_by_one import Lion
 from lightning_solo.optim.schedule_free import TRAINED, ScheduleFreeAdamW
 from lightning_solo.optim.schedules import factor_at
 from lightning_solo.presets.compose import compose
