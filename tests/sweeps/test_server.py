@@ -15,7 +15,7 @@ import torch
 
 from lightning_solo.errors import CapabilityError
 from lightning_solo.processes import NVML
-from lightning_solo.sweeps import forking
+from lightning_solo.sweeps import server
 from lightning_solo.sweeps.application import Application
 from lightning_solo.sweeps.files import KEPT_BYTES, SweepFolder, cut_output
 from lightning_solo.sweeps.jobs import Job, Settings
@@ -30,10 +30,10 @@ from tests.sweeps.applications import returned, rows_of, starts, sweep, sweep_fo
 def test_application_that_uses_cuda_on_import_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(torch.cuda, "is_initialized", lambda: True)
-        assert "starts CUDA" in str(forking.why_not_fork())
+        assert "starts CUDA" in str(server.why_not_fork())
     with monkeypatch.context() as patched:
-        patched.setattr(forking.os, "readlink", lambda _: "/dev/nvidia0")
-        assert "opens the CUDA device" in str(forking.why_not_fork())
+        patched.setattr(server.os, "readlink", lambda _: "/dev/nvidia0")
+        assert "opens the CUDA device" in str(server.why_not_fork())
 
 
 @pytest.mark.long
@@ -53,7 +53,7 @@ def test_threads_of_openblas_follow_its_variable(monkeypatch: pytest.MonkeyPatch
     found = []
     for threads in ("1", "2", "4"):
         monkeypatch.setenv("OPENBLAS_NUM_THREADS", threads)
-        found.append(forking.openblas_threads())
+        found.append(server.openblas_threads())
     none, one, three = found
     assert (none, three) == (0, 3 * one)
 
