@@ -25,7 +25,7 @@ ELSEWHERE = {
     "data/test_splitting.py": "data/loss_weights",
     "export/test_conversion.py": "cli/convert",
     "export/test_soft_labels.py": "cli/soft_labels",
-    "export/test_graphs.py": "cli/export_graph",
+    "export/test_graphs.py": "cli/export_graph export/trained_weights",
     "export/test_pruned.py": "cli/pruned_run export/sparse_weights",
     "export/test_weights.py": "cli/export export/formats export/sources optim/checkpoint_masters",
     "export/test_pretrained.py": "export/adapter_folder export/few_bits export/generation_files export/gguf"

@@ -315,7 +315,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "export/sources.py": 5,
         "export/teachers.py": 3,
         "export/trained_models.py": 10,
-        "cli/comparison.py": 1,
+        "export/trained_weights.py": 1,
         "export/weights.py": 5,
         "export/quantized.py": 6,
         "fine_tuning/auto_model.py": 2,

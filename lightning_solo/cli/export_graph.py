@@ -38,8 +38,8 @@ def write_graph(
     """
     ranges = {name: _range(f"--{name}", text) for name, text in (("batch", batch), ("length", length))}
     run = run_of(source, allow, "solo.export_graph(module, batch, 'file.onnx')")
-    from lightning_solo.cli.comparison import load_trained_weights
     from lightning_solo.export.graphs import BATCH, SUFFIXES, export_graph
+    from lightning_solo.export.trained_weights import load_trained_weights
 
     module, data = parts_of(run)
     load_trained_weights(module, run.checkpoint)

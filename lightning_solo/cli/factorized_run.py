@@ -38,9 +38,9 @@ def write_factorized(
         ConflictError: a rank for a run that has factors.
         SoloError: as `export_factorized` and `factorize_linear`.
     """
-    from lightning_solo.cli.comparison import load_trained_weights
     from lightning_solo.export.factorized import export_factorized
     from lightning_solo.export.sources import checkpoint_of
+    from lightning_solo.export.trained_weights import load_trained_weights
     from lightning_solo.export.weights import source_of
     from lightning_solo.nn.factorized_layers import load
     from lightning_solo.nn.factorizing import factorize_linear

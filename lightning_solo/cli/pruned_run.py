@@ -34,11 +34,11 @@ def write_pruned(
     Raises:
         SoloError: as `export_pruned`.
     """
-    from lightning_solo.cli.comparison import load_trained_weights
     from lightning_solo.export.pruned import export_pruned
     from lightning_solo.export.pruned_structure import structure_of
     from lightning_solo.export.sources import checkpoint_of
     from lightning_solo.export.sparse_weights import load
+    from lightning_solo.export.trained_weights import load_trained_weights
 
     checkpoint = checkpoint_of(source)
     output = output or checkpoint.with_name(f"{checkpoint.stem}-{format}")

@@ -20,7 +20,6 @@ import lightning_solo as solo
 from lightning_solo.build import trainer_arguments
 from lightning_solo.cli.application import compose_application
 from lightning_solo.cli.command_line import TOP, check_config
-from lightning_solo.cli.comparison import load_trained_weights
 from lightning_solo.cli.export import parse, run
 from lightning_solo.cli.export_graph import write_graph
 from lightning_solo.cli.run_folder import RunFolder
@@ -28,6 +27,7 @@ from lightning_solo.cli.train import build_parts
 from lightning_solo.errors import CapabilityError, CheckpointError, ConflictError, NothingToDoError, PresetError
 from lightning_solo.export import graphs
 from lightning_solo.export.graphs import SUFFIXES, export_graph
+from lightning_solo.export.trained_weights import load_trained_weights
 from lightning_solo.machine import is_installed
 from tests.messages import mentions
 
