@@ -100,7 +100,8 @@ def refusal(preset: Any, overrides: Sequence[str]) -> str | None:
 
 def remedies(message: str) -> list[list[str]]:
     """Return the alternatives that a message offers, each a list of overrides that are written together."""
-    told, groups, end = advice(message), [], 0
+    told = "\n".join(advice(line) for line in message.splitlines() if advice(line) != line)
+    groups, end = [], 0
     for match in OVERRIDE.finditer(told):
         if match["value"] is None and "~" not in match["marks"]:
             continue
@@ -204,6 +205,47 @@ def refused_after(preset: Any, overrides: Sequence[str], message: str, questions
 
 def test_remedies_of_refused_configurations_work() -> None:
     assert list(filter(None, (refused_after(*row) for row in messages()))) == []
+
+
+COMBINED = [
+    ("ddp stream", ["compact_states", "weights_on_host"], 2),
+    ("zero3 compact", ["compact_states", "gradient_release"], 2),
+    ("ddp compact", ["gradient_release"], 1),
+]
+"""Presets that can't be combined, the techniques of the second that are refused, and how many overrides it takes."""
+
+
+@pytest.mark.parametrize(("text", "refused", "count"), COMBINED, ids=[text for text, *_ in COMBINED])
+def test_all_conflicts_of_combined_presets_come_at_once_with_what_solves_them(
+    text: str, refused: list[str], count: int
+) -> None:
+    names = text.split()
+    message = refusal(names, []) or ""
+    parts = [f"callback.{name}" for name in refused]
+    assert re.findall(r"(\S+) and strategy=\w+ can't be combined", message) == parts
+    assert f"presets {names[0]} and {names[1]} ({', '.join(parts)})" in message
+    solution = message.splitlines()[-1]
+    assert solution.startswith("for all of it") == (count > 1)
+    written = remedies(solution)[0]
+    assert len(written) == count
+    assert refusal(names, written) is None
+    dropped = solution.rpartition("drop ")[2].split(" or ")
+    assert set(dropped) == set(names[:2])
+    for name in dropped:
+        assert refusal([each for each in names if each != name], []) is None
+
+
+def test_a_single_preset_names_all_conflicts_and_the_command_line_its_presets() -> None:
+    with pytest.raises(SoloError) as caught:
+        check_command_line(["solo=[ddp,stream]", "solo.precision=32-true"])
+    message = on_command_line(str(caught.value))
+    assert message.count("can't be combined") == 2
+    assert "solo.callback.compact_states.master_bits=24 and solo.precision=32-true" in message
+    (overrides,) = remedies(message.splitlines()[-1])
+    assert len(overrides) == 3
+    check_command_line(["solo=[ddp,stream]", *overrides])  # without the precision, which one of them replaces
+    with pytest.raises(SoloError, match=re.escape("presets ddp and stream (callback.compact_states, ")):
+        check_command_line(["solo=[ddp,stream]"])
 
 
 @pytest.mark.parametrize("name", ["throughput", "leak_finder"])
@@ -464,7 +506,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "optim/schedule_free.py": 1,
         "optim/state_placement.py": 1,
         "planner/bases.py": 1,
-        "presets/compose.py": 8,
+        "presets/compose.py": 9,
         "presets/devices.py": 3,
         "presets/files.py": 2,
         "presets/overrides.py": 2,

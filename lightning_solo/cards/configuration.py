@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, islice
 from typing import Any
 
 from lightning_solo.cards.card import RESOURCES, Card, Requirement, resources
 from lightning_solo.cards.engines import refusal_under
 from lightning_solo.errors import ConflictError
 
+Rule = Callable[[Any, "Configuration"], str | None]
 CUDA_PRECISIONS = ("16-mixed", "16-true", "transformer-engine", "transformer-engine-float16")
 
 
@@ -166,9 +167,8 @@ class Configuration:
         return any(chosen.card.name == name for chosen in self.techniques)
 
     def check(self) -> None:
-        """Refuse choices that cannot be combined."""
-        for message in self._conflicts():
-            raise ConflictError(message)
+        """Refuse choices that cannot be combined, all conflicts in one error."""
+        refuse(self._conflicts())
 
     def accepts(self, name: str, value: Any) -> bool:
         """Return whether a field of the Trainer may have another value; the field "strategy" may only be removed."""
@@ -190,10 +190,7 @@ class Configuration:
         if self.devices not in (None, 1) and not self.engine:
             yield self.one_device(f"devices={self.devices}")
         yield from self.rivalries()
-        for chosen in self.techniques:
-            for rule in chosen.card.rules:
-                if message := rule(chosen.settings, self):
-                    yield message
+        yield from (message for _, message, _ in self._broken_rules())
 
     def rivalries(self) -> Iterator[str]:
         """Yield a message for each pair of techniques whose resources or rules forbid the combination.
@@ -202,25 +199,28 @@ class Configuration:
         """
         yield from self.under_engine(self.engine)
         for one, other in combinations(self.techniques, 2):
-            for resource in sorted(one.owned() & other.owned()):
-                start = f"{one.choice} and {other.choice}: only one technique of a run can own"
-                yield _refusal(start, one, other, resource)
-            for reader, freer in ((one, other), (other, one)):
-                freed = resources(freer.card.frees, freer.settings)
-                for resource in sorted(freed & resources(reader.card.reads, reader.settings)):
-                    start = f"{reader.choice} and {freer.choice}: the first reads and the second frees or resets"
-                    yield _refusal(start, reader, freer, resource)
+            with_engine = one.card.engine or other.card.engine  # of which under_engine may have said it
+            if not (with_engine and any(self._refused_under(each, self.engine) for each in (one, other))):
+                yield from islice(_rivalries_of(one, other), 1)
+        for chosen, message, rule in self._broken_rules():
+            if not rule(chosen.settings, replace(self, techniques=(chosen,))):
+                yield message
+
+    def _broken_rules(self) -> Iterator[tuple[Chosen, str, Rule]]:
+        """Yield each rule that a technique breaks, with its message, unless its card refuses the engine already."""
         for chosen in self.techniques:
             for rule in chosen.card.rules:
-                message = rule(chosen.settings, self)
-                if message and not rule(chosen.settings, replace(self, techniques=(chosen,))):
-                    yield message
+                if message := rule(chosen.settings, self):
+                    names_engine = self.engine and f"strategy={self.engine}" in message
+                    if not (names_engine and self._refused_under(chosen, self.engine)):
+                        yield chosen, message, rule
 
     def under_engine(self, engine: str) -> Iterator[str]:
         """Yield a message for each technique that an engine doesn't run, by the technique's card."""
-        for chosen in self.techniques:
-            if engine and chosen.card.group != "strategy" and (message := refusal_under(chosen, engine, self)):
-                yield message
+        yield from filter(None, (self._refused_under(chosen, engine) for chosen in self.techniques))
+
+    def _refused_under(self, chosen: Chosen, engine: str) -> str | None:
+        return refusal_under(chosen, engine, self) if engine and chosen.card.group != "strategy" else None
 
     def _two_factors(self) -> Iterator[str]:
         factor = self.accumulate_grad_batches
@@ -246,6 +246,28 @@ class Configuration:
     def needs_cuda(self) -> str | None:
         """Return the choice that needs a CUDA device, and the remedy; None if the preset runs anywhere."""
         return next((words for need, words in self.requirements() if need.kind == "cuda"), None)
+
+
+def refuse(conflicts: Iterable[str]) -> None:
+    """Raise an error with all conflicts, if there are any.
+
+    Raises:
+        ConflictError: each conflict once, on a line of its own.
+    """
+    messages = list(dict.fromkeys(conflicts))
+    if messages:
+        raise ConflictError("\n".join(messages))
+
+
+def _rivalries_of(one: Chosen, other: Chosen) -> Iterator[str]:
+    for resource in sorted(one.owned() & other.owned()):
+        start = f"{one.choice} and {other.choice}: only one technique of a run can own"
+        yield _refusal(start, one, other, resource)
+    for reader, freer in ((one, other), (other, one)):
+        freed = resources(freer.card.frees, freer.settings)
+        for resource in sorted(freed & resources(reader.card.reads, reader.settings)):
+            start = f"{reader.choice} and {freer.choice}: the first reads and the second frees or resets"
+            yield _refusal(start, reader, freer, resource)
 
 
 def _refusal(start: str, one: Chosen, other: Chosen, resource: str) -> str:

@@ -33,10 +33,11 @@ class Ranks:
     blocks: Any = "auto"  # the setting that names the blocks
     # ``"views"`` or ``"copies"`` of all gradients are held from the start; None for no buckets
     buckets: str | None = None
-    # weights that are gathered before their use, besides a block's, and once more as they are sent; 0 if each block is
-    # gathered alone
-    ahead_bytes: int = 0
-    reduced_bytes: int = 0  # of a fixed buffer for gradients that are sent; then the process's share is also kept flat
+    # bytes of a flat fp32 master, which the engine steps, per byte of a weight: 1 for fp32, 2 for 16 bits; 0 if the
+    # optimizer steps the weights themselves
+    widening: int = 0
+    bucket_bytes: int = 0  # of gradients that are reduced together, under an engine with masters
+    kept_bytes: int = 0  # of gathered weights that stay until they are used again, under such an engine
     rebuilds: bool = False  # whether the buckets are made anew in the second step, by the order of the first
 
 

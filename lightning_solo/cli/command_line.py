@@ -33,8 +33,9 @@ from lightning_solo.presets.compose import (
     chosen_in,
     hydra_of_our_own,
     to_plain,
+    with_remedies,
 )
-from lightning_solo.presets.files import check_choice, check_file, conf_folder, preset_files, user_conf_folder
+from lightning_solo.presets.files import check_choice, check_file, conf_folder, names_in, preset_files, user_conf_folder
 from lightning_solo.presets.overrides import parse_override, refuse_twice
 from lightning_solo.presets.parse import PRECISIONS, TRAINER, check_object, parse_configuration
 from lightning_solo.presets.registry import target_of
@@ -179,10 +180,14 @@ def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfi
     if plain["optimizer"] and "optimizer" not in (plain["model"] or {}):
         _refuse_unused_optimizer(plain["optimizer"], overrides)
         plain["optimizer"] = {}
-    solo = parse_configuration(plain["solo"], allow)
     hydra: Any = cfg.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
-    if "hydra" in cfg:
-        solo = replace(solo, preset=chosen_in(hydra))
+    chosen = chosen_in(hydra) if "hydra" in cfg else ""
+    try:
+        solo = replace(parse_configuration(plain["solo"], allow), preset=chosen)
+    except ConflictError as error:
+        names = names_in(chosen)
+        names = names if isinstance(names, list) else []
+        raise ConflictError(with_remedies(str(error), plain["solo"], (), allow, names=names)) from error
     check_arguments(plain["trainer"], parameters(TRAINER), "trainer")
     if old := old_spellings.refusal_of_argument(plain["trainer"].get("strategy")):
         raise PresetError(old)

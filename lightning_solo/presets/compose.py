@@ -81,13 +81,74 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
             _check_list_of_application(composed, [override.key_or_group for override in parse_overrides(overrides)])
         return replace(parse_configuration(composed, allow), preset=name_of(preset))
     except SoloError as error:
-        if isinstance(preset, Mapping) and not overrides and HydraConfig.initialized():  # `cfg.solo` of an application
-            raise type(error)(on_command_line(str(error))) from None
-        if isinstance(preset, (str, Mapping)) or not isinstance(error, ConflictError):
+        of_application = isinstance(preset, Mapping) and not overrides and HydraConfig.initialized()  # its `cfg.solo`
+        message = str(error)
+        if isinstance(error, ConflictError):
+            names = chosen_names(HydraConfig.get()) if of_application else ()
+            message = with_remedies(message, composed if of_application else preset, overrides, allow, names=names)
+        if not of_application and message == str(error):
             raise
-        cures = [name for name in preset if composes([n for n in preset if n != name], overrides, allow)]
-        remedy = f", or drop {' or '.join(cures)}" if cures else ""
-        raise ConflictError(f"presets {' and '.join(preset)}: {error}{remedy}") from error
+        raise type(error)(on_command_line(message) if of_application else message) from error
+
+
+def with_remedies(
+    conflicts: str, preset: Preset, overrides: Sequence[str], allow: Sequence[str], *, names: Sequence[str] = ()
+) -> str:
+    """Return conflicts, a line each, with the presets that bring them about, and what solves all of them.
+
+    That is the first remedy that each message offers, if these lead to an accepted configuration, and the removal of
+    one of several presets.
+
+    Args:
+        conflicts: from the configuration of the preset.
+        preset: names, or the fields themselves.
+        overrides: of the preset.
+        allow: prefixes of ``_target_`` that the user trusts.
+        names: presets that an application chose; they count if they alone give the fields.
+    """
+    if isinstance(preset, Mapping) and len(names) > 1 and _give(names, preset):
+        preset = names
+    is_list = not isinstance(preset, (str, Mapping))
+    if not is_list and "\n" not in conflicts:
+        return conflicts
+    remedies: list[str] = []
+    kept = overrides
+    while (refused := refusal_of(preset, [*kept, *remedies], allow)) is not None:
+        offered = re.search(r"\bwrite (\S+?),?(?=\s|$)", str(refused))
+        if not isinstance(refused, ConflictError) or offered is None or offered[1] in remedies:
+            remedies = []
+            break
+        remedies.append(offered[1])
+        kept = [
+            each for each in kept if each.lstrip("+~").partition("=")[0] != offered[1].lstrip("+~").partition("=")[0]
+        ]
+    cures = [name for name in preset if composes([n for n in preset if n != name], overrides, allow)] if is_list else []
+    drop = [f"drop {' or '.join(cures)}"] if cures else []
+    start = f"presets {' and '.join(_with_parts(name, conflicts) for name in preset)}:" if is_list else ""
+    if "\n" not in conflicts and len(remedies) < 2:
+        return ", or ".join([f"{start} {conflicts}", *drop])
+    ways = [*([f"write {' and '.join(remedies)}"] if remedies else []), *drop]
+    solved = f"for all of it {', or '.join(ways)}" if ways else ""
+    return "\n".join(filter(None, [start, conflicts, solved]))
+
+
+def _give(names: Sequence[str], fields: Mapping[str, Any]) -> bool:
+    """Return whether presets alone give these fields."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return compose_yaml(names) == fields
+    except SoloError:
+        return False
+
+
+def _with_parts(name: str, conflicts: str) -> str:
+    """Return a preset's name, with its techniques that conflicts name."""
+    fields = written_fields(name)
+    parts = [f"strategy={fields['strategy.name']}"] if "strategy.name" in fields else []
+    parts += dict.fromkeys(".".join(field.split(".")[:2]) for field in fields if field.startswith("callback."))
+    named = [part for part in parts if re.search(rf"{re.escape(part)}\b", conflicts) and part != f"strategy={name}"]
+    return f"{name} ({', '.join(named)})" if named else name
 
 
 def composes(preset: Preset, overrides: Sequence[str], allow: Sequence[str]) -> bool:

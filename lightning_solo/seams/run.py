@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_solo.cards.catalogue import chosen_of
-from lightning_solo.cards.configuration import Configuration
+from lightning_solo.cards.configuration import Configuration, refuse
 from lightning_solo.errors import ConflictError, GradientError, listed
 from lightning_solo.seams import patches
 from lightning_solo.seams.engines import engine_of
@@ -190,8 +190,7 @@ class Run:
         chosen = [each for each in map(chosen_of, [*others, technique]) if each is not None]
         configuration = Configuration(techniques=tuple(chosen))
         engine = "" if configuration.engine else engine_of(self.strategy)  # of a strategy that has no card
-        for message in (*configuration.rivalries(), *configuration.under_engine(engine)):
-            raise ConflictError(message)
+        refuse((*configuration.rivalries(), *configuration.under_engine(engine)))
         overfit, newest = self.trainer.overfit_batches, chosen_of(technique)
         if overfit and newest is not None and "batches" in newest.owned():
             raise ConflictError(

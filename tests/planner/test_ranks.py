@@ -14,17 +14,19 @@ from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.ranks import Groups
 from lightning_solo.reference.byte_gpt import ByteGPT
 from tests.engines.counting import BATCH, model
-from tests.engines.processes import run
+from tests.engines.processes import ENGINES, run
 
-NEAR = {"ddp": 0.01, "fsdp": 0.05, "zero3": 0.05}
+NEAR = {"ddp": 0.01, "fsdp": 0.05, "zero2": 0.05, "zero3": 0.05}
+COUNTED = (
+    "ddp 32-true", "fsdp 32-true", "zero3 32-true", "zero3 bf16-true", "zero3 bf16-mixed", "zero2 bf16-mixed",
+)  # fmt: skip
 SMALL = partial(ByteGPT, width=32, depth=3, heads=2, context=16)
 
 
 @cache
-def planned(engine: str, devices: int = 1, make: Any = SMALL) -> Plan:
-    plan = solo.plan(
-        make, torch.zeros(BATCH, 17, dtype=torch.int64), preset=engine, overrides=[f"devices={devices}"], device="cpu"
-    )
+def planned(engine: str, devices: int = 1, make: Any = SMALL, precision: str = "32-true") -> Plan:
+    preset = {"precision": precision, "devices": devices, "strategy": ENGINES.get(engine)}
+    plan = solo.plan(make, torch.zeros(BATCH, 17, dtype=torch.int64), preset=preset, device="cpu")
     assert isinstance(plan, Plan)
     return plan
 
@@ -62,13 +64,34 @@ def test_groups_are_the_blocks_and_the_rest() -> None:
     assert Groups.of(partial(torch.nn.Linear, 4, 4), "auto") == Groups()
 
 
+@pytest.mark.parametrize(("precision", "element"), [("32-true", 4), ("bf16-true", 2), ("bf16-mixed", 2)])
+def test_a_process_of_zero3_steps_an_fp32_master(precision: str, element: int) -> None:
+    share = sum(p.numel() for p in SMALL().parameters()) / 2
+    plan = planned("zero3", 2, precision=precision)
+    # weight and flat gradient in their precision, fp32 master and AdamW's two states; the bucket of 5e7 gradients
+    kept = (2 * element + 4 + 2 * 4) * share + element * 50_000_000
+    assert plan.phases["between"] == pytest.approx(kept, rel=1e-3)
+    # the fp32 gradient, and the root of a state with its quotient
+    assert plan.phases["optimizer_step"] - kept == pytest.approx((4 + 2 * 4) * share, rel=0.01)
+    # weights are gathered, and a buffer has them as they came
+    assert plan.phases["forward"] - kept >= 2 * element * 2 * share
+
+
+def test_a_process_of_zero2_has_all_weights_and_two_buckets() -> None:
+    share = sum(p.numel() for p in SMALL().parameters()) / 2
+    plan = planned("zero2", 2, precision="bf16-mixed")
+    # whole weights, a share of flat gradients, fp32 master and states
+    kept = 2 * 2 * share + (2 + 4 + 2 * 4) * share
+    assert plan.phases["between"] == pytest.approx(kept, rel=0.01)
+    assert plan.phases["backward"] >= 2 * 2 * 50_000_000 + kept
+
+
 @pytest.mark.long
 def test_a_processs_plan_is_near_counted_bytes(tmp_path: Path) -> None:
-    counted = run("counting:counted", tmp_path, "ddp", "fsdp", "zero3")
-    for case, peak in counted.items():
-        engine, depth = case.split()
-        plan = planned(engine, 2, partial(model, int(depth)))
+    for case, peak in run("counting:counted", tmp_path, *COUNTED).items():
+        engine, precision, depth = case.split()
+        plan = planned(engine, 2, partial(model, int(depth)), precision)
         print(f"{case}: planned {plan.peak_bytes:,}, counted {peak:,} ({plan.peak_bytes / peak - 1:+.1%})")
         assert plan.peak_bytes == pytest.approx(peak, rel=NEAR[engine]), case
-        plain = planned("baseline", 1, partial(model, int(depth)))
+        plain = planned("baseline", 1, partial(model, int(depth)), precision)
         assert plain.peak_bytes != pytest.approx(peak, rel=NEAR[engine]), case

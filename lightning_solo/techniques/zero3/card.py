@@ -8,6 +8,7 @@ from typing import Any
 from lightning_solo.cards.card import Card, Requirement
 from lightning_solo.cards.configuration import Configuration
 from lightning_solo.cards.engines import several_devices
+from lightning_solo.cards.footprint import ELEMENT_BYTES
 from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import STATES, Ranks, Tracing
@@ -35,15 +36,21 @@ def _double_precision(settings: Settings, configuration: Configuration) -> str |
     return None
 
 
+REUSED_ELEMENTS = 500_000_000
+"""Weights that stay gathered from forward to backward: `stage3_max_reuse_distance` is 1e9 elements, there and back."""
+
+
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
-    """Plan one process's shards, what it gathers ahead, and the engine's buckets, for weights in fp32."""
-    bucket = 4 * BUCKET_ELEMENTS
-    if settings.stage == 3:
-        ranks = Ranks(STATES, ahead_bytes=bucket, reduced_bytes=bucket)
-    else:
-        ranks = Ranks(STATES - {"weights"}, reduced_bytes=2 * bucket)
-    assumption = "zero3: planned for weights in fp32; with 16 bits the engine has an fp32 master besides"
-    return replace(tracing, attached=None, ranks=ranks, assumptions=(*tracing.assumptions, assumption))
+    """Plan one process's shards, what it gathers, the engine's buckets, and the step of its fp32 master."""
+    precision = {"bf16-mixed": "bf16-true", "16-mixed": "16-true"}.get(tracing.precision, tracing.precision)
+    element = ELEMENT_BYTES.get(precision, 4)
+    ranks = Ranks(
+        STATES if settings.stage == 3 else STATES - {"weights"},
+        widening=4 // element,
+        bucket_bytes=element * BUCKET_ELEMENTS,
+        kept_bytes=element * REUSED_ELEMENTS if settings.stage == 3 else 0,
+    )
+    return replace(tracing, precision=precision, attached=None, ranks=ranks)
 
 
 CARD = Card(
