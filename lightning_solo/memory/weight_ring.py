@@ -32,9 +32,8 @@ _GONE = 2**20
 
 
 def refuses_absent(error: RuntimeError) -> bool:
-    """Return whether autograd refuses a parameter that isn't in its buffer, by its version."""
-    found = re.search(r"is at version (\d+)", str(error))
-    return found is not None and int(found[1]) >= _GONE
+    """Return whether autograd refuses a parameter that isn't in its buffer, or wasn't in forward, by its version."""
+    return any(int(version) >= _GONE for version in re.findall(r"version (\d+)", str(error)))
 
 
 class WeightRing(BlockRing):

@@ -338,7 +338,7 @@ class WeightsOnHost(ReleasedGradients, Settings):
             result = super().step(ctx, proceed, optimizer, closure, **options)
         except RuntimeError as error:
             if isinstance(error, RefusedStepError) or refuses_absent(error):
-                why = f"under {OPTION} a weight that is used outside its block is NaN there"
+                why = f"under {OPTION} a weight is NaN outside its block's forward and backward"
                 blocks = f"write the classes of blocks without it, {OPTION}.blocks=[ClassName], or ~{OPTION}"
                 error.args = (f"{error}; {why}: {blocks}",)
             if self._ring is not None and ctx.release is not None and not ctx.release.immediate:  # it is left out
