@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_solo.data.prefetch import random_states
+from lightning_solo.random_states import get_states, global_sources, same
 
 PROBES = 8  # items that are loaded twice
 _COUNTERS = struct.Struct("<qqq512s")  # bytes used, items, whether full, why an item wasn't stored
@@ -253,9 +253,9 @@ def changing_item(dataset: Any) -> str | None:
     """Return which item differs between two loads, or draws random numbers; None if none of a few does."""
     count = len(dataset)
     for index in sorted({round(at * (count - 1) / (PROBES - 1)) for at in range(PROBES)} if count else ()):
-        before = random_states()
+        before = get_states(global_sources())
         one = _packed_or_none(dataset[index])
-        if random_states() != before:
+        if not same(get_states(global_sources()), before):
             return f"whose item {index} draws random numbers"
         if one != _packed_or_none(dataset[index]):
             return f"whose item {index} differs between two loads"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_solo.attributes import replaced
 from lightning_solo.data.worker_states import KEPT, WorkerStates
 from lightning_solo.errors import CheckpointError
 from lightning_solo.random_states import OwnSources, get_states, global_sources, same
@@ -58,12 +59,8 @@ class ItemStates:
 
     def _without_base_seed(self, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Return ``iterate()``, without drawing the base seed, which the saved run has drawn."""
-        loader, generator = self._loader, self._loader.generator
-        loader.generator = torch.Generator()
-        try:
+        with replaced(self._loader, "generator", torch.Generator()):
             return iterate()
-        finally:
-            loader.generator = generator
 
     def _with_workers(
         self, iterate: Callable[[], Iterator[Any]], done: int, saved: Mapping[str, Any] | None

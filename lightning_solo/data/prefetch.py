@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_solo.data.nested import tensors_of
+from lightning_solo.random_states import get_states, global_sources, same
 
 
 class Upload:
@@ -268,11 +267,11 @@ class _Iteration(Iterator[Any]):
     def _load(self) -> Any:
         """Load a batch in the caller, and start the thread if batches draw no random numbers."""
         owner = self._owner
-        seen = random_states() if owner._draws is None and self._count == 1 else None
+        seen = get_states(global_sources()) if owner._draws is None and self._count == 1 else None
         batch = next(self._iterator)
         self._count += 1
         if seen is not None:
-            owner._draws = seen != random_states()
+            owner._draws = not same(seen, get_states(global_sources()))
             if owner._draws:
                 owner.on_draws()
         if owner._draws is False and not self._at_limit and not owner.closed:
@@ -288,15 +287,6 @@ class _Iteration(Iterator[Any]):
             self._finalizer.detach()
             self.ahead.stop()
             self.ahead = None
-
-
-def random_states() -> list[Any]:
-    """Return the states of the global generators from which a data set may draw."""
-    states: list[Any] = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        states.append((kind, keys.tobytes(), rest))
-    return states
 
 
 def _strided_parts(tensor: Tensor) -> tuple[Tensor, ...]:

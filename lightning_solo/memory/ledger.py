@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_solo.attributes import replaced
 from lightning_solo.memory.block_ring import loaded_buffers
 from lightning_solo.memory.events import CATEGORIES, EventLog, Peak
 from lightning_solo.memory.module_names import ModuleNames
@@ -181,14 +182,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # storages that never had bytes have no number
         self.log.forget([(entry.number, entry.bytes) for entry in self._entries.values() if entry.number >= 0])
 
-    @contextmanager
-    def on_host(self) -> Iterator[None]:
+    def on_host(self) -> AbstractContextManager[Any]:
         """Count allocations in this context as on the host, where device and host share their memory."""
-        before, self._on_host = self._on_host, True
-        try:
-            yield
-        finally:
-            self._on_host = before
+        return replaced(self, "_on_host", True)
 
     def see_owned(self) -> None:
         """Update the owners of storages; called at the end of each backward, and by `live` and `peak`."""

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from lightning_solo.errors import CapabilityError, GradientError
 from lightning_solo.nn import liger
-from lightning_solo.nn.quantized import QuantizedWeight
+from lightning_solo.nn.quantized import QuantizedWeight, product_dtype
 
 _ROWS = 8192
 """Rows of the weight whose gradient is added at a time, if the sum has a wider type than the product."""
@@ -109,14 +109,6 @@ def chunked_cross_entropy(
     pointwise = Pointwise() if softcap is None else Pointwise(1 / softcap, True, softcap)
     loss = Loss(chunk_tokens, ignore_index, label_smoothing, z_loss, pointwise, backend)
     return linear_cross_entropy(hidden, weight, bias, labels, loss, product_dtype(hidden))
-
-
-def product_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer computes: autocast's, or that of the input."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
-        return torch.get_autocast_dtype(device)
-    return hidden.dtype
 
 
 def linear_cross_entropy(

@@ -25,11 +25,10 @@ from lightning_solo.nn.cross_entropy import (
     Pointwise,
     chunked_argmax,
     linear_cross_entropy,
-    product_dtype,
 )
 from lightning_solo.nn.factorized_layers import Factorized
 from lightning_solo.nn.forwards import record_of, replace_forward
-from lightning_solo.nn.quantized import QuantizedLinear, QuantizedWeight, product, weights_in
+from lightning_solo.nn.quantized import QuantizedLinear, QuantizedWeight, product, product_dtype, weights_in
 
 AUTO = "auto"
 

@@ -301,8 +301,8 @@ class _Product(torch.autograd.Function):
         return of_input, of_bias, None, None, *[None] * len(stored)
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """Return the type in which a layer computes: autocast's, or that of its input."""
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which a linear layer computes: autocast's, or that of its input."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
         return torch.get_autocast_dtype(device)
@@ -370,7 +370,7 @@ def _weight(layer: Any) -> QuantizedWeight:
 
 def product(input: Tensor, weight: QuantizedWeight, bias: Tensor | None, *, is_transposed: bool = False) -> Tensor:
     """Return the output of a linear layer: (..., in) -> (..., out)."""
-    dtype = _product_dtype(input)
+    dtype = product_dtype(input)
     bias = None if bias is None else bias.to(dtype)
     with torch.autocast(input.device.type, enabled=False):
         arguments = input.to(dtype), bias, weight.shape, is_transposed, *weight.tensors()
@@ -390,7 +390,7 @@ class _QuantizedParameters(_Quantized):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.is_floating_point())
-        dtype = next(map(_product_dtype, inputs), None)
+        dtype = next(map(product_dtype, inputs), None)
         attributes = vars(self)
         for name, weight in self.quantized_weights.items():
             attributes[name] = cast("QuantizedWeight", weight).dequantized(dtype)

@@ -129,10 +129,7 @@ class CompactAdamW(SplitOptimizer):
             BudgetError: the host has too little memory for states; before the first step.
             GradientError: a gradient is sparse, infinite or NaN; no parameter has been touched.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         pairs = [(p, local(p.grad)) for group in self.param_groups for p in group["params"] if p.grad is not None]
         require_dense(self, pairs)
         full = [grad for _, grad in pairs if grad.numel()]

@@ -100,10 +100,7 @@ class MasterWeights(SplitOptimizer):
         Raises:
             GradientError: a gradient is sparse, infinite or NaN; no parameter has been touched.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         stepped = [(p, p.grad) for p in parameters_of(self) if p.grad is not None]
         require_finite(self, stepped, self.losses)
         for p, grad in stepped:

@@ -79,10 +79,7 @@ class MuonAdamW(Optimizer):
         Raises:
             NothingToDoError: no group has matrices.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         if not any(group[FLAG] for group in self.param_groups):
             raise NothingToDoError(
                 "MuonAdamW has no group with matrices=True; write MuonAdamW(parameter_groups(module, MuonAdamW)), by"
