@@ -151,7 +151,7 @@ WORDS_IN_COMMON = {
     "cards/lightning_callbacks.py": {"AccumulationSchedule"},  # a remedy: what to write
     "cli/train.py": {"throughput"},  # the application's own choice of an observer
     "export/teachers.py": {"Distillation"},  # a remedy: what to write
-    "data/item_cache.py": {"item_cache"},  # the file's name; the mechanism's module
+    "data/item_cache.py": {"item_cache"},  # the file's name
     "data/prefetch.py": {"prefetch"},  # the thread's name
     # the mechanism's function; torch's modules; its argument
     "nn": {"chunked_cross_entropy", "attention", "inplace", "fsdp"},
