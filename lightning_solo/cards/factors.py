@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_solo.cards.configuration import Configuration
@@ -49,7 +49,7 @@ def planned(settings: Any, tracing: Tracing) -> Tracing:
     assumption = (
         f"{settings.technique}.rank={settings.rank} isn't planned, since ranks depend on the weights: a run takes less"
     )
-    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
+    return tracing.assuming(assumption, attached=None)
 
 
 def rule_of(option: str) -> Callable[[Any, Configuration], str | None]:

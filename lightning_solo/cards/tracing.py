@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lightning_solo.cards.footprint import Sizes
@@ -59,3 +59,7 @@ class Tracing:
     # whether the CUDA allocator's segments grow where they are, which wastes less memory
     expandable_segments: bool = False
     assumptions: tuple[str, ...] = ()  # differences between the trace and the run, in words
+
+    def assuming(self, *assumptions: str, **changes: Any) -> Tracing:
+        """Return these settings with some changes and further assumptions."""
+        return replace(self, assumptions=(*self.assumptions, *assumptions), **changes)

@@ -80,8 +80,8 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     # a limit in bytes keeps a larger share of small micro-batches
     keeps_bytes = settings.keep_on_device is not None and isinstance(bytes_or_share(settings.keep_on_device), int)
     attached = replace(settings, allow_cpu=True, folder=None)
-    keeps_up = (*tracing.assumptions, *(["the disk keeps up with offloaded activations"] * (settings.mode == DISK)))
-    return replace(tracing, attached=attached, scales=tracing.scales and not keeps_bytes, assumptions=keeps_up)
+    keeps_up = ["the disk keeps up with offloaded activations"] * (settings.mode == DISK)
+    return tracing.assuming(*keeps_up, attached=attached, scales=tracing.scales and not keeps_bytes)
 
 
 CARD = Card(

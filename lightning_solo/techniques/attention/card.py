@@ -27,8 +27,7 @@ class Settings(TechniqueSettings):
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan it with the kernel that torch would choose on the planned device."""
     assumption = "attention is planned with the kernel that torch chooses on the planned device"
-    assumptions = tracing.assumptions if settings.kernel == AUTO else (*tracing.assumptions, assumption)
-    return replace(tracing, attached=replace(settings, kernel=AUTO), assumptions=assumptions)
+    return tracing.assuming(*[assumption] * (settings.kernel != AUTO), attached=replace(settings, kernel=AUTO))
 
 
 CARD = Card(

@@ -34,7 +34,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
         return tracing
     assumption = "chunked_cross_entropy: backend=liger is planned as torch; it takes no more bytes, and less time"
     attached = replace(settings, backend="torch")
-    return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, assumption))
+    return tracing.assuming(assumption, attached=attached)
 
 
 def _by_liger(settings: Settings) -> bool:

@@ -132,7 +132,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     if settings.state_budget == "auto":
         attached = replace(settings, state_budget=0)
         assumptions.append("all compact states are planned on the host: in a run, what fits stays on the device")
-    return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, *assumptions))
+    return tracing.assuming(*assumptions, attached=attached)
 
 
 ONE_DEVICE = f"states on the host are for one device; write {SETTINGS}.state_budget=null"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_solo.cards.card import Card
@@ -107,7 +107,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
             f"distillation isn't planned: the teacher takes its weights, at most the {size} of its files, and the"
             " activations of one layer, its logits and their gradient"
         )
-    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
+    return tracing.assuming(assumption, attached=None)
 
 
 def _bytes(path: Path) -> int:

@@ -43,7 +43,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
         " take less time, and no memory for results between operators"
     )
     attached = replace(settings, allow_cpu=True)
-    return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, assumption))
+    return tracing.assuming(assumption, attached=attached)
 
 
 def _fused_by_a_compiler(settings: Settings, configuration: Configuration) -> str | None:

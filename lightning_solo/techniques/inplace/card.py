@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.configuration import Configuration
@@ -60,7 +60,7 @@ def _engine(settings: Settings, configuration: Configuration) -> str | None:
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan what the inputs' readers allow; fake tensors have no gradients to compare."""
     assumption = "inplace is planned without its comparison of gradients"
-    return replace(tracing, attached=settings, assumptions=(*tracing.assumptions, assumption))
+    return tracing.assuming(assumption, attached=settings)
 
 
 CARD = Card(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card
@@ -28,7 +28,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
         f"layer_drop isn't planned: a run keeps the activations of {settings.count} blocks less, and takes less time by"
         " theirs"
     )
-    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
+    return tracing.assuming(assumption, attached=None)
 
 
 def _finds_unused(configuration: Configuration, engine: str) -> bool:

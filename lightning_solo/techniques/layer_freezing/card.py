@@ -75,7 +75,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
         return tracing
     assumption = "layer_freezing is planned as after its last milestone, when most blocks train"
     attached = replace(settings, milestones=(), trained_blocks=settings.most_blocks)
-    return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, assumption))
+    return tracing.assuming(assumption, attached=attached)
 
 
 def _engine(settings: Settings, configuration: Configuration) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_solo.cards.card import Card
@@ -28,7 +28,7 @@ class Settings(TechniqueSettings):
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan the given batch unchanged; the plan names this as an assumption."""
     assumption = "length_bucketing: planned for the given batch; give one of the longest items"
-    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
+    return tracing.assuming(assumption, attached=None)
 
 
 CARD = Card(

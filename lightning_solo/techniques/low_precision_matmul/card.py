@@ -67,7 +67,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     attached = replace(settings, allow_cpu=True)
     if settings.format == "fp16_accumulate":
         return replace(tracing, attached=attached)
-    return replace(tracing, attached=attached, assumptions=(*tracing.assumptions, assumption))
+    return tracing.assuming(assumption, attached=attached)
 
 
 CARD = Card(

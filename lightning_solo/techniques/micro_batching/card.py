@@ -69,17 +69,11 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan a micro-batch that fits, and gradients that are kept through several micro-batches."""
     if settings.embed is not None:  # the batch isn't split, only its embedding is
         auto = "micro_batching: micro_batch=auto is planned with the whole batch; write a number to plan that one"
-        assumptions = (*tracing.assumptions, auto) if settings.micro_batch == "auto" else tracing.assumptions
-        return replace(tracing, attached=replace(settings, check=False), scales=False, assumptions=assumptions)
+        assumptions = [auto] if settings.micro_batch == "auto" else []
+        return tracing.assuming(*assumptions, attached=replace(settings, check=False), scales=False)
     limit = None if settings.micro_batch == "auto" else int(settings.micro_batch)
     assumption = "micro_batching: the batches of a step, which wait on the device, are not counted"
-    return replace(
-        tracing,
-        splits=True,
-        at_most=limit,
-        attached=None,
-        assumptions=(*tracing.assumptions, assumption),
-    )
+    return tracing.assuming(assumption, splits=True, at_most=limit, attached=None)
 
 
 def _under_engines(settings: Settings, configuration: Configuration) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_solo.cards.card import Card
@@ -30,7 +30,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan the given batch unchanged; the plan names this as an assumption."""
     most = settings.capacity or "the longest document's"
     assumption = f"packing: planned for the given batch; a packed row has at most {most} tokens"
-    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
+    return tracing.assuming(assumption, attached=None)
 
 
 CARD = Card(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.engines import EVERYWHERE
@@ -21,7 +21,7 @@ class Settings(TechniqueSettings):
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan the batches that wait on the device, without the thread."""
     assumption = "prefetch: batches wait on the device, unless hooks of the module or data module transfer them"
-    return replace(tracing, attached=None, ahead=settings.depth, assumptions=(*tracing.assumptions, assumption))
+    return tracing.assuming(assumption, attached=None, ahead=settings.depth)
 
 
 CARD = Card(

@@ -139,7 +139,7 @@ def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan masks from the first step on, and a module with all its channels and heads."""
     if settings.structured:
         assumption = f"pruning: planned with all {settings.pattern}; the run takes less"
-        return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
+        return tracing.assuming(assumption, attached=None)
     return replace(tracing, attached=replace(settings, schedule="once", begin=0, end=None))
 
 

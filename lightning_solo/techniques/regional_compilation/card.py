@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_solo.cards.blocks import blocks_setting
 from lightning_solo.cards.card import Card, Requirement
@@ -36,7 +36,7 @@ class Settings(TechniqueSettings):
 def planned(settings: Settings, tracing: Tracing) -> Tracing:
     """Plan the blocks uncompiled: the compiler keeps at most as much for backward."""
     assumption = "regional compilation isn't planned: compiled blocks keep less for backward, and are faster"
-    return replace(tracing, attached=None, assumptions=(*tracing.assumptions, assumption))
+    return tracing.assuming(assumption, attached=None)
 
 
 CARD = Card(
