@@ -69,6 +69,7 @@ class StepInBackward:
         max_value: bound of each element; gradients are clamped to it before the norm is taken.
         buffer: where gradients are kept: "device" or "host".
         remedy: what to write where the host has no room for them.
+        option: the path of the technique that steps, for messages.
 
     Attributes:
         observe: called with the norms of gradients before they are used; None measures none.
@@ -95,6 +96,7 @@ class StepInBackward:
         max_value: float | None = None,
         buffer: str = "device",
         remedy: str = "write callback.gradient_release.buffer=device",
+        option: str = "callback.gradient_release",
     ) -> None:
         if type(accumulation) is not int or accumulation < 1:
             raise PresetError(f"StepInBackward: accumulation={accumulation!r}: write a whole number of at least 1")
@@ -112,8 +114,8 @@ class StepInBackward:
         self.keep_in: torch.dtype | None = None
         self.measures = False
         self._norms: dict[Tensor, Tensor] | None = None  # of parts of the gradients that are only measured
-        self._remedy = remedy
-        self._immediate = ImmediateSteps(optimizer)
+        self._remedy, self.option = remedy, option
+        self._immediate = ImmediateSteps(optimizer, option)
         self._compact = optimizer if isinstance(optimizer, CompactAdamW) else None
         self._kept: GradientSums | None = None
         self._plain: Control | None = None  # where the optimizer has none
@@ -136,6 +138,11 @@ class StepInBackward:
     def immediate(self) -> bool:
         """Whether parameters are stepped in backward, so that no gradient is kept."""
         return self.accumulation == 1 and (self.max_norm is None or self.measures)
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether gradients are only measured now; see `measuring`."""
+        return self._norms is not None
 
     @property
     def has_kept(self) -> bool:
@@ -323,7 +330,7 @@ class StepInBackward:
         return GradientError(
             f"{self._name(parameter)} got a second gradient in one window{consequence}: write use_reentrant=False for"
             " activation checkpointing, Trainer(accumulate_grad_batches=...) instead of an optimizer_step that doesn't"
-            " step each time, or ~callback.gradient_release; with StepInBackward itself, call"
+            f" step each time, or ~{self.option}; with StepInBackward itself, call"
             " release.step() after each window, and write accumulation=2 for several backward calls in one"
         )
 

@@ -22,13 +22,14 @@ class ImmediateSteps:
 
     Args:
         optimizer: a `CompactAdamW`, or a torch optimizer that steps each parameter by itself.
+        option: the path of the technique that steps it, for messages.
 
     Raises:
         ConflictError: the optimizer isn't known to step each parameter by itself.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.step_pairs = stepper(optimizer)
+    def __init__(self, optimizer: Optimizer, option: str) -> None:
+        self.step_pairs = stepper(optimizer, option)
         self._optimizer = optimizer
         self._compact = optimizer if isinstance(optimizer, CompactAdamW) else None
         self._kernels: dict[torch.device, Kernels] = {}

@@ -82,8 +82,12 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 """Parameters with their gradients."""
 
 
-def stepper(optimizer: Optimizer) -> Callable[[Pairs, float | None], None]:
+def stepper(optimizer: Optimizer, option: str) -> Callable[[Pairs, float | None], None]:
     """Return a function (parameters and gradients, factor of the gradients; None: 1) that steps some parameters.
+
+    Args:
+        optimizer: of all of them.
+        option: the path of the technique that asks, for messages.
 
     Raises:
         ConflictError: the optimizer isn't known to step each parameter by itself.
@@ -96,8 +100,8 @@ def stepper(optimizer: Optimizer) -> Callable[[Pairs, float | None], None]:
         return partial(step_together, optimizer)
     if kind not in SERVED:
         raise ConflictError(
-            f"gradient_release with {kind.__name__}: known to step each parameter by itself are CompactAdamW and"
-            f" torch's {', '.join(ONE_BY_ONE)}; write ~callback.gradient_release"
+            f"{option} with {kind.__name__}: known to step each parameter by itself are CompactAdamW and"
+            f" torch's {', '.join(ONE_BY_ONE)}; write ~{option}"
         )
     return partial(step_together, optimizer)
 

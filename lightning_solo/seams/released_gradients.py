@@ -53,6 +53,7 @@ class ReleasedGradients(Technique):
         self._release: StepInBackward | None = None
         self._clips_by_hand = self._clipped = False  # whether clip_gradients was called since the last step
         self._zeroed: bool | None = None  # whether zero_grad was called since the last step; None: as by Lightning
+        self._is_stepping = False  # whether backward has stepped weights, and no step has ended it
         self._warned: set[str] = set()
 
     @property
@@ -99,7 +100,7 @@ class ReleasedGradients(Technique):
             return optimizers
         (optimizer,) = optimizers  # automatic optimization has one
         self._clips_by_hand = self._look_at_hooks(ctx)
-        self._zeroed = None
+        self._zeroed, self._is_stepping = None, False
         if part(ctx.home, "utilities.model_helpers").is_overridden("optimizer_zero_grad", ctx.module):
             self._zeroed = False
             ctx.undo.enter_context(replaced(optimizer, "zero_grad", partial(self._zero, optimizer.zero_grad)))
@@ -118,6 +119,7 @@ class ReleasedGradients(Technique):
             max_value=float(value) if value and by_value and not by_hand else None,
             buffer=keeper.kept_on,
             remedy=keeper.remedy,
+            option=self.option,
         )
         release.keep_in = keeper.keep_in
         if value and not release.immediate and not by_hand and keeper.measures(ctx, release):
@@ -207,14 +209,27 @@ class ReleasedGradients(Technique):
             release.remove()
 
     def backward(self, ctx: Run, proceed: Callable[..., Any], loss: Tensor) -> Any:
-        """Run backward, which uses or keeps each gradient."""
+        """Run backward, which uses or keeps each gradient.
+
+        Raises:
+            ConflictError: the module's ``optimizer_step`` left out the step of the batch before.
+        """
         release = self._release
         if release is None:  # manual optimization
             return proceed(loss)
         release.watch()  # include parameters that have been unfrozen since
         if not release.has_kept:  # a window begins; other callbacks may change its length
             release.accumulation = _micro_batches(ctx)
-        return proceed(loss)
+        steps = release.immediate and not release.is_measuring
+        if steps and self._is_stepping:
+            raise ConflictError(
+                f"{type(ctx.module).__name__}.optimizer_step left out the step of a batch, and {self.option} updated"
+                " weights in its backward; write optimizer.step(closure=optimizer_closure) for every batch, or"
+                f" ~{self.option}"
+            )
+        result = proceed(loss)
+        self._is_stepping = steps
+        return result
 
     def clip(self, ctx: Run, proceed: Callable[..., Any], optimizer: Optimizer, bound: float, by: str) -> None:
         """Clip in the step that follows.
@@ -243,7 +258,10 @@ class ReleasedGradients(Technique):
         release = self._release
         if release is None:
             return proceed(optimizer, closure, **options)
-        result = closure()
+        try:
+            result = closure()
+        finally:
+            self._is_stepping = False
         if self._clips_by_hand and not self._clipped:
             self._warn_once(
                 "configure_gradient_clipping didn't call self.clip_gradients(...), and clipped nothing: gradients are"

@@ -571,6 +571,11 @@ def test_copies_run_alone_and_an_exception_undoes_it(make_trainer: Make) -> None
     fit(make_trainer, WeightsOnHost(), module=module.train())  # again
 
 
+def _every_second(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+    """Step after each second batch alone, as Lightning's documentation shows for a discriminator."""
+    optimizer.step(closure=closure) if batch_idx % 2 else closure()
+
+
 @pytest.mark.cpu_only("it moves nothing")
 def test_what_it_refuses(make_trainer: Make) -> None:
     def refused(*callbacks: Any, module: Any = None, **options: Any) -> str:
@@ -587,6 +592,13 @@ def test_what_it_refuses(make_trainer: Make) -> None:
     for number in range(BLOCKS):
         module.net.blocks[number] = torch.compile(module.net.blocks[number])
     assert "net.blocks.0 is compiled" in refused(module=module)
+    module = module_of()
+    parameters = module.parameters()
+    module.configure_optimizers = lambda: torch.optim.LBFGS(parameters)
+    assert "LBFGS" in refused(module=module)
+    module = module_of()
+    module.optimizer_step = _every_second.__get__(module)
+    assert "optimizer.step(closure=optimizer_closure)" in refused(module=module)
     scheduler = L.callbacks.GradientAccumulationScheduler({1: 2})
     assert "accumulate_grad_batches=2" in refused(scheduler, max_epochs=2)
     presets: list[dict[str, Any]] = [

@@ -123,7 +123,7 @@ def require_one_optimizer(ctx: Run, why: str) -> Optimizer:
     optimizer: Optimizer = ctx.strategy.optimizers[0]
     name = type(optimizer).__name__
     if ctx.release is not None:
-        other, remedy = "gradient_release", "write ~callback.gradient_release"
+        other, remedy = ctx.release.option, f"write ~{ctx.release.option}"
     elif ctx.strategy.handles_gradient_accumulation or not ctx.window.gradients_stay:
         other, remedy = type(ctx.strategy).__name__, "write Trainer(strategy='auto'), or ~strategy"
     elif ctx.trainer.world_size > 1:  # nothing averages its gradients

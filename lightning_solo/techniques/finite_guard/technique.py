@@ -134,7 +134,7 @@ class FiniteGuard(Technique, Settings):
             )
         if option and ctx.release is not None and ctx.release.immediate:
             raise ConflictError(
-                f"{option}=skip_window and callback.gradient_release, which steps in backward, before all gradients"
+                f"{option}=skip_window and {ctx.release.option}, which steps in backward, before all gradients"
                 f" are known; write Trainer(gradient_clip_val=1.0), which keeps them until the step, or {option}=stop"
             )
         if option := self.option_of("rewind"):
