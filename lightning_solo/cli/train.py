@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import math
 import os
 import shlex
 import sys
@@ -57,6 +58,8 @@ AUTO_FILE = "auto.json"
 DATA_FILE = "data.txt"
 """File in a run's folder with the whole report on its data, if the data makes one."""
 FILE_WIDTH = 120
+UNVALIDATED = 100
+"""Optimizer steps between checkpoints of a run without validation whose interval isn't a number of batches."""
 # Modules that the process which forks a sweep's jobs imports once for all of them
 PRELOAD = ("lightning.pytorch", "lightning_solo.reference.byte_gpt", "lightning_solo.reference.stdlib_text")
 
@@ -170,8 +173,8 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
     callbacks = [*watch, *plan_checks, *(load_class(built_in_cards()[name])() for name in safe)]
     callbacks += [*averaging(checked), *checkpoint_callbacks(cfg, checked, run_folder, plan_checks, home)]
     callbacks.append(data_report(folder))
-    began: list[Any] = []
-    callbacks.append(LambdaCallback(on_train_start=lambda *_: began.append(None)))
+    began: list[int] = []  # at which step
+    callbacks.append(LambdaCallback(on_train_start=lambda trainer, _: began.append(trainer.global_step)))
     kwargs = trainer_arguments(checked.solo, callbacks=callbacks, lightning=home)
     own = own_arguments(folder, home, resumes=checkpoint is not None)
     try:
@@ -211,7 +214,7 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
         )
     peaks = largest_peaks(trainer)
     if trainer.is_global_zero:
-        print_summary(trainer, data, folder, time.monotonic() - started, peaks)
+        print_summary(trainer, data, folder, time.monotonic() - started, peaks, resumed_at=began[0] if began else 0)
     return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
 
 
@@ -395,7 +398,8 @@ def checkpoint_callbacks(
 ) -> list[Any]:
     """Return the callbacks that save the best and the last checkpoint, the last one also after Ctrl-C and errors.
 
-    When training starts, they write the run's configuration, and the plan of the preset that `auto` chose.
+    They save after each validation; without one as often as it would come. When training starts, they write the run's
+    configuration, and the plan of the preset that `auto` chose.
     """
     from lightning.pytorch.callbacks import LambdaCallback
 
@@ -412,7 +416,11 @@ def checkpoint_callbacks(
         enable_version_counter=False,
     )
 
-    def begun(*_: Any) -> None:
+    def begun(trainer: Any, _: Any) -> None:
+        if not trainer.enable_validation:  # has neither data nor a step for it
+            batches = trainer.val_check_batch  # None with an interval of time, inf with a part of an unknown length
+            steps = batches // trainer.accumulate_grad_batches if batches and math.isfinite(batches) else UNVALIDATED
+            best._every_n_train_steps = max(1, int(steps))
         run_folder.write(cfg)  # a resumed run has read its checkpoint only now
         for check in plan_checks:
             write_json(run_folder.path / AUTO_FILE, check.plan.as_dict())
@@ -472,8 +480,16 @@ def largest_peaks(trainer: Any) -> dict[str, int | None]:
     return largest(trainer, peaks)
 
 
-def print_summary(trainer: Any, data: Any, folder: Path, seconds: float, peaks: Mapping[str, int | None]) -> None:
-    """Print the final table of metrics and costs, and the paths of the written files; ``peaks``: of memory."""
+def print_summary(
+    trainer: Any, data: Any, folder: Path, seconds: float, peaks: Mapping[str, int | None], resumed_at: int = 0
+) -> None:
+    """Print the final table of metrics and costs, and the paths of the written files.
+
+    Args:
+        seconds: since ``resumed_at``.
+        peaks: of memory.
+        resumed_at: number of optimizer steps of earlier attempts.
+    """
     from lightning_solo.sweeps.observer import figures
 
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -488,7 +504,8 @@ def print_summary(trainer: Any, data: Any, folder: Path, seconds: float, peaks: 
     peak = peaks[where]
     cells.append((Cell(f"peak memory, {where}"), size(peak or 0)))
     cells += [(Cell(name), Cell(f"{value:,.2f}", value)) for name, value in figures(trainer).items()]
-    title = f"{folder.name}: {trainer.global_step} optimizer steps in {seconds:.0f} s"
+    before = f" after the {resumed_at} of its checkpoint" if resumed_at else ""
+    title = f"{folder.name}: {trainer.global_step - resumed_at} optimizer steps in {seconds:.0f} s{before}"
     console = Console(markup=False)
     console.print(terminal(Table(title, ("what", "value"), cells)))
     for what, path in written(trainer, folder).items():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_solo.cards.arguments import check_arguments
+from lightning_solo.cards.arguments import check_arguments, describe
 from lightning_solo.errors import PresetError, nearest
 from lightning_solo.presets.parse import is_allowed
 from lightning_solo.presets.signature import parameters_of_class
 
 _SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")  # keys with a meaning for Hydra
+_NUMBERS = {kind: kind for kind in (int, float, bool)} | {kind.__name__: kind for kind in (int, float, bool)}
 
 
 def instantiate(node: Any, option: str, allow: Sequence[str]) -> Any:
@@ -36,9 +38,18 @@ def instantiate(node: Any, option: str, allow: Sequence[str]) -> Any:
     accepted = parameters_of_class(target)
     if accepted is not None and not positional and not node.get("_partial_"):
         check_arguments(arguments, accepted, option)
+    _refuse_words_for_numbers(target, arguments, option)
     if node.get("_partial_"):
         return functools.partial(target, *positional, **arguments)
     return target(*positional, **arguments)
+
+
+def _refuse_words_for_numbers(target: Any, arguments: Mapping[str, Any], option: str) -> None:
+    for name, parameter in inspect.signature(target).parameters.items():
+        kind = _NUMBERS.get(parameter.annotation) if isinstance(parameter.annotation, type | str) else None
+        value = arguments.get(name)
+        if kind is not None and isinstance(value, str) and not isinstance(parameter.default, str):
+            raise PresetError(f"{option}.{name}={value!r}: expected {describe(kind)}")
 
 
 def _allowed(target: str, option: str, allow: Sequence[str]) -> Any:

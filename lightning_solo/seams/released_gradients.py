@@ -107,7 +107,7 @@ class ReleasedGradients(Technique):
         if "parameter_names" not in vars(optimizer):  # for messages
             vars(optimizer)["parameter_names"] = {p: name for name, p in ctx.module.named_parameters()}
             ctx.undo.callback(vars(optimizer).pop, "parameter_names", None)
-        value = ctx.trainer.gradient_clip_val or None
+        value = _bound(ctx.trainer)
         by_value = _by_value(ctx.trainer)
         by_hand = self._clips_by_hand
         released = [each for each in ctx.techniques if isinstance(each, ReleasedGradients)]
@@ -116,14 +116,14 @@ class ReleasedGradients(Technique):
             optimizer,
             accumulation=_micro_batches(ctx),
             max_norm=math.inf if by_hand or (value and not by_value) else None,
-            max_value=float(value) if value and by_value and not by_hand else None,
+            max_value=value if by_value and not by_hand else None,
             buffer=keeper.kept_on,
             remedy=keeper.remedy,
             option=self.option,
         )
         release.keep_in = keeper.keep_in
         if value and not release.immediate and not by_hand and keeper.measures(ctx, release):
-            release.measures, release.max_norm = True, float(value)
+            release.measures, release.max_norm = True, value
         ctx.undo.callback(self._stop)
         if not release.immediate and any(map(is_sharded, parameters_of(optimizer))):
             self._refuse_shards(ctx.trainer, ctx.module, ctx.window.factor)
@@ -157,7 +157,7 @@ class ReleasedGradients(Technique):
                 f"{start} {type(module).__name__}.configure_gradient_clipping: it clips after backward, in which"
                 f" shards have stepped; drop it, {rest}"
             )
-        if (value := trainer.gradient_clip_val) and not _by_value(trainer):
+        if (value := _bound(trainer)) and not _by_value(trainer):
             raise ConflictError(
                 f"{start} gradient_clip_val={value}: each block's shards step in backward, before the norm of all"
                 f" gradients is known; drop gradient_clip_val, write gradient_clip_algorithm='value', {rest}"
@@ -289,6 +289,12 @@ class ReleasedGradients(Technique):
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=2)
+
+
+def _bound(trainer: Any) -> float | None:
+    """Return what gradients are clipped to; None if they aren't, which Lightning also takes 0 and less for."""
+    value = trainer.gradient_clip_val
+    return float(value) if value is not None and value > 0 else None
 
 
 def _by_value(trainer: Any) -> bool:

@@ -473,6 +473,53 @@ def rows():
 """
 
 
+UNVALIDATED = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+saved, file = [], None
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        saved.append(torch.load(file, weights_only=True)["global_step"] if file.exists() else 0)
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(12, 2), batch_size=4)
+"""
+
+
+@pytest.mark.parametrize(
+    ("interval", "epochs", "expected"),
+    [("2", "null", [0, 0, 2, 2, 4, 4, 6]), ("1.0", "5", [0, 0, 0, 3, 3, 3, 6]), ("'00:00:05:00'", "null", [0] * 7)],
+)
+def test_a_run_without_validation_saves_as_often_as_it_would_validate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: str, epochs: str, expected: list[int]
+) -> None:
+    (tmp_path / "unvalidated.py").write_text(UNVALIDATED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import unvalidated  # type: ignore[import-not-found]
+
+    unvalidated.saved, unvalidated.file = [], tmp_path / "run" / "checkpoints" / "last.ckpt"
+    own = ["model=custom", "model._target_=unvalidated.Net", "allow=[unvalidated]", "+trainer.accelerator=cpu"]
+    own.append("trainer.log_every_n_steps=1")
+    own += [f"trainer.val_check_interval={interval}", f"trainer.check_val_every_n_epoch={epochs}", "trainer.max_steps=7"]
+    cfg = compose_application([*own, "run=run"])
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
+    train_command.train(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]), tmp_path / "run")
+    assert unvalidated.saved == expected
+    assert steps_of(tmp_path / "run") == 7
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_module_of_pytorch_lightning_trains_resumes_predicts_and_climbs_the_ladder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -178,6 +178,15 @@ def test_a_second_backward_leaves_what_one_does(make_trainer: Make, others: str)
 
 
 @pytest.mark.any_device
+def test_a_bound_below_zero_clips_nothing_as_in_lightning(make_trainer: Make) -> None:
+    runs = [fit(make_trainer, *each, gradient_clip_val=-CLIP) for each in ([], [WeightsOnHost(), GradientRelease()])]
+    twice = fit(make_trainer, WeightsOnHost(clipping="second_backward"), gradient_clip_val=-CLIP)
+    assert_same(runs[0], fit(make_trainer, gradient_clip_val=None))
+    assert_same(runs[1], runs[0])
+    assert_same(twice, runs[0])
+
+
+@pytest.mark.any_device
 def test_the_second_backward_is_chosen_where_the_host_has_no_room(
     make_trainer: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
