@@ -512,7 +512,11 @@ def test_a_run_without_validation_saves_as_often_as_it_would_validate(
     unvalidated.saved, unvalidated.file = [], tmp_path / "run" / "checkpoints" / "last.ckpt"
     own = ["model=custom", "model._target_=unvalidated.Net", "allow=[unvalidated]", "+trainer.accelerator=cpu"]
     own.append("trainer.log_every_n_steps=1")
-    own += [f"trainer.val_check_interval={interval}", f"trainer.check_val_every_n_epoch={epochs}", "trainer.max_steps=7"]
+    own += [
+        f"trainer.val_check_interval={interval}",
+        f"trainer.check_val_every_n_epoch={epochs}",
+        "trainer.max_steps=7",
+    ]
     cfg = compose_application([*own, "run=run"])
     monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
     train_command.train(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]), tmp_path / "run")
