@@ -57,8 +57,8 @@ def test_misspelt_argument_of_a_users_callback(my_project: str) -> None:
 def test_a_word_for_a_number_of_a_users_class_is_refused_with_what_is_expected(my_project: str) -> None:
     with pytest.raises(solo.PresetError, match=mentions("level='four'", "an integer")):
         built({"_target_": f"{my_project}.Mine", "level": "four"}, my_project)
+    inner = {"_target_": f"{my_project}.Inner", "size": "big"}
     with pytest.raises(solo.PresetError, match=mentions("inner.size='big'", "an integer")):
-        inner = {"_target_": f"{my_project}.Inner", "size": "big"}
         built({"_target_": f"{my_project}.Mine", "inner": inner}, my_project)
 
 

@@ -485,10 +485,7 @@ def print_summary(
 ) -> None:
     """Print the final table of metrics and costs, and the paths of the written files.
 
-    Args:
-        seconds: since ``resumed_at``.
-        peaks: of memory.
-        resumed_at: number of optimizer steps of earlier attempts.
+    ``peaks`` are of memory; the ``seconds`` are those since the step ``resumed_at``.
     """
     from lightning_solo.sweeps.observer import figures
 
