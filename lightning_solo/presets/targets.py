@@ -14,7 +14,7 @@ from lightning_solo.presets.parse import is_allowed
 from lightning_solo.presets.signature import parameters_of_class
 
 _SPECIAL = ("_target_", "_args_", "_partial_", "_convert_", "_recursive_")  # keys with a meaning for Hydra
-_NUMBERS: dict[type | str, type] = {kind: kind for kind in (int, float, bool)} | {kind.__name__: kind for kind in (int, float, bool)}
+_NUMBERS: dict[type | str, type] = {int: int, float: float, bool: bool, "int": int, "float": float, "bool": bool}
 
 
 def instantiate(node: Any, option: str, allow: Sequence[str]) -> Any:
