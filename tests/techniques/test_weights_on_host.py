@@ -287,6 +287,9 @@ class Halves(L.Callback):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         self.on_train_batch_end(trainer, pl_module)
 
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # as an average gives place
+        self.on_train_batch_end(trainer, pl_module)
+
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self.losses.append(float(trainer.callback_metrics["validation/loss"]))
 

@@ -240,7 +240,7 @@ class WeightsOnHost(ReleasedGradients, Settings):
         if self._is_between and (hook in self._readers or hook not in BETWEEN):
             self._settle()
         ring = self._ring
-        if hook == "on_validation_end" and ring is not None:
+        if hook in ("on_validation_epoch_end", "on_validation_end") and ring is not None:
             ring.rest()  # blocks still come ahead of a forward that doesn't follow
         if hook not in WITHIN or hook not in self._readers or ring is None:
             yield
