@@ -131,7 +131,8 @@ def capture(
     with ExitStack() as stack:
         stack.enter_context(quiet())
         mode, known = _shared(cuda) if fake else (None, None)
-        by_hand = stack.enter_context(CudaByHand(allowed=cuda))
+        by_hand = CudaByHand(allowed=cuda)
+        stack.enter_context(by_hand.on_cpu())
         if mode is None:
             module = make()
             to_random(module)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.library import _scoped_library
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 
+from lightning_solo.attributes import replaced
 from lightning_solo.planner.attention import fused_attention, math_attention
 from lightning_solo.planner.autocast import cuda_autocast_on_cpu, register_autocast
 from lightning_solo.planner.kernels import cuda_chunk_sizes
@@ -50,43 +52,70 @@ def dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
     return out
 
 
-class CudaByHand(TorchFunctionMode):
+class CudaByHand:
     """Places on the CPU the tensors that a module places on a CUDA device by hand.
+
+    torch's functions are replaced, since a mode would take longer for each attribute of a tensor than a cached operator.
 
     Args:
         allowed: whether the plan is for a CUDA device.
 
     Attributes:
         used: whether a tensor was placed this way.
-
-    Raises:
-        RuntimeError: the plan is for the CPU. It isn't one of our errors, so that the message names the module's line.
     """
 
     def __init__(self, *, allowed: bool) -> None:
-        super().__init__()
         self.allowed = allowed
         self.used = False
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.cuda:
+    @contextmanager
+    def on_cpu(self) -> Iterator[None]:
+        """Place the tensors on the CPU in this context.
+
+        Raises:
+            RuntimeError: the plan is for the CPU. It isn't one of our errors, so that the message names the module's
+                line.
+        """
+
+        def stays(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             self._use()
-            return args[0]
-        if "device" in kwargs and _is_cuda(kwargs["device"]):
-            self._use()
-            kwargs = {**kwargs, "device": "cpu"}
-        elif func is Tensor.to and any(map(_is_cuda, args)):
-            self._use()
-            args = tuple("cpu" if _is_cuda(argument) else argument for argument in args)
-        return func(*args, **kwargs)
+            return tensor
+
+        with ExitStack() as stack:
+            for owner, names in ((torch, _CONSTRUCTORS), (Tensor, _METHODS), (DeviceContext, ("__init__",))):
+                for name in names:
+                    stack.enter_context(replaced(owner, name, self._placing(getattr(owner, name))))
+            stack.enter_context(replaced(Tensor, "cuda", stays))
+            yield
+
+    def _placing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def place(*args: Any, **kwargs: Any) -> Any:
+            if "device" in kwargs and _is_cuda(kwargs["device"]):
+                self._use()
+                kwargs["device"] = "cpu"
+            elif len(args) > 1 and _is_cuda(args[1]):  # of `Tensor.to` and a device's context
+                self._use()
+                args = (args[0], "cpu", *args[2:])
+            return function(*args, **kwargs)
+
+        return place
 
     def _use(self) -> None:
         if not self.allowed:
             raise RuntimeError("a tensor is put on a CUDA device by hand, and the plan is for the CPU")
         self.used = True
+
+
+_CONSTRUCTORS = (
+    *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_permuted", "empty_strided", "eye", "full"),
+    *("full_like", "linspace", "logspace", "normal", "ones", "ones_like", "rand", "rand_like", "randint"),
+    *("randint_like", "randn", "randn_like", "randperm", "range", "scalar_tensor", "tensor", "tril_indices"),
+    *("triu_indices", "zeros", "zeros_like", "hann_window", "hamming_window", "kaiser_window", "blackman_window"),
+    "bartlett_window",
+)
+"""torch's functions with a device."""
+_METHODS = ("to", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def _is_cuda(device: Any) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -117,7 +116,7 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
                     replaced(fused_operators, name, _one_kernel(tracer, getattr(fused_operators, name)))
                 )
         if cuda and tracer.fake:  # whose kernels read no more than the bytes of a piece's tensors
-            stack.enter_context(replaced(Piece, "blocks", _blocks_without_dispatch))
+            stack.enter_context(replaced(Piece, "blocks", _blocks_without_data))
         if tracer.fake:
             stack.enter_context(replaced(memory_order, "chunks", two_chunks))
             # without numbers, with which torch would compute each view of the table
@@ -125,9 +124,14 @@ def planned_kernels(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
         yield
 
 
-def _blocks_without_dispatch(piece: Piece, first: int, last: int, blocks: Any = Piece.blocks) -> Piece:
-    with no_dispatch():
-        return blocks(piece, first, last)  # type: ignore[no-any-return]
+def _blocks_without_data(piece: Piece, first: int, last: int) -> Piece:
+    parts = {}
+    with torch._C._DisableTorchDispatch():
+        for name, tensor in piece.tensors.items():
+            width = piece.width(name)
+            size = min(last * width, tensor.numel()) - first * width
+            parts[name] = torch.empty(size, dtype=tensor.dtype, device="meta")
+    return Piece(parts, piece.scalars, piece.first_row + first, piece.index)
 
 
 _FUSED = (
