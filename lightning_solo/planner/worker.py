@@ -25,8 +25,11 @@ from lightning_solo.processes import Child, ProcessError, fork, start
 MOST_WORKERS = 8
 """Processes that plan presets at the same time; further ones would mostly repeat what each has to learn."""
 
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-"""A plan needs no GPU. Where torch finds one, autograd starts threads for it, which the forks of a plan would lack."""
+VARIABLES = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+"""A plan needs no GPU. Where torch finds one, autograd starts threads for it, which the forks of a plan would lack.
+
+Nothing is compiled either: functions run operator by operator, and what only compiles needn't be imported.
+"""
 
 
 @dataclass
@@ -107,20 +110,19 @@ class Worker:
         if self._child is not None and self._child.connection.poll():
             self.close()
         if self._child is None:
-            self._child = start("lightning_solo.planner.worker:serve", variables=NO_GPU)
+            self._child = start("lightning_solo.planner.worker:serve", variables=VARIABLES)
             atexit.register(self.close)
         return self._child
 
 
 def serve(connection: Connection) -> None:
     """Answer requests until the connection is closed, each in a forked process."""
-    gc.disable()  # imports leave no garbage, and a third of their time would be spent looking for it
+    gc.disable()  # imports leave no garbage, and each trace begins with a collection
     import torch
 
     import lightning_solo.planner.planner  # noqa: F401 - torch and Lightning, once
 
     gc.freeze()  # later collections skip what was imported
-    gc.enable()
     torch.set_num_threads(1)  # OpenMP's threads would not exist after a fork
 
     while True:
