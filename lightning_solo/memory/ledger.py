@@ -103,13 +103,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for storage in storages_of((args, kwargs) if kwargs else args):
                 self._see(storage, None)
         result = self.run(func, args, kwargs)
+        self._see_result(func, storages_of(result))
+        return result
+
+    def _see_result(self, func: Callable[..., Any], storages: Iterable[UntypedStorage]) -> None:
         label = self._label()
         peak = self._peak
-        for storage in storages_of(result):
+        for storage in storages:
             self._see(storage, label)
         if self._peak > peak:
             self._where = (str(func), self._names.here())
-        return result
 
     def see_workspace(self, size: int) -> None:
         """Count bytes that an operator allocates and frees again, for subclasses that know them."""

@@ -6,7 +6,6 @@ its keys and results takes most of a trace's time.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -41,12 +40,16 @@ class OperatorCache:
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Return (result, cost) of an operator."""
-        call = _described(func, args, kwargs)
-        if call is None:
-            return self._run(func, args, kwargs)
+        call = described(func, args, kwargs)
+        return self._run(func, args, kwargs) if call is None else self.called(call, func, args, kwargs)
+
+    def called(self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return (result, cost) of an operator that is `described`."""
         key, tensors = call
         if (known := self._known.get(key)) is not None:
             kind, outputs, cost = known
+            if kind is FakeTensor:
+                return _rebuilt(outputs[0], tensors), cost
             results = [_rebuilt(output, tensors) for output in outputs]
             return (kind(results) if kind in (tuple, list) else results[0]), cost
         result, cost = self._run(func, args, kwargs)
@@ -56,18 +59,18 @@ class OperatorCache:
             for each in results:
                 each.constant = None
         outputs = _outputs(results, tensors)
-        if outputs and _described(func, args, kwargs) == call:  # no argument was resized
+        if outputs and described(func, args, kwargs) == call:  # no argument was resized
             self._known[key] = kind, outputs, cost
         return result, cost
 
 
-def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], list[Tensor]] | None:
+def described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Return the metadata of a call and its tensors; None if its result may depend on more than metadata."""
-    if not _is_by_metadata(func):
+    _, by_metadata, indexed = _operators.get(id(func)) or _operator(func)
+    if not by_metadata:
         return None
-    key: list[Any] = [func, torch.get_default_dtype(), *kwargs]
+    key: list[Any] = [id(func), torch.get_default_dtype(), *kwargs]
     tensors: list[Tensor] = []
-    indexed = func in INDEXED
     if not _describe(args, key, tensors, indexed) or not _describe(kwargs.values(), key, tensors, indexed):
         return None
     if not tensors:
@@ -77,16 +80,24 @@ def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     known = [tensor.constant is not None for tensor in tensors]  # type: ignore[attr-defined]
     if any(known) and (all(known) or func._schema.is_mutable):
         return None  # the constant is used or changed
-    positions = {id(tensor): position for position, tensor in enumerate(tensors)}
-    if len(positions) < len(tensors):  # x * x reads one tensor
-        key += [positions[id(tensor)] for tensor in tensors]
+    if len(tensors) > 1:
+        positions = {id(tensor): position for position, tensor in enumerate(tensors)}
+        if len(positions) < len(tensors):  # x * x reads one tensor
+            key += [positions[id(tensor)] for tensor in tensors]
     return tuple(key), tensors
 
 
-@functools.cache
-def _is_by_metadata(func: Any) -> bool:
+_operators: dict[int, tuple[Any, bool, bool]] = {}
+"""id of an operator -> itself, whether its results depend on metadata only, and whether it is in `INDEXED`.
+
+torch computes the hash of an operator in Python.
+"""
+
+
+def _operator(func: Any) -> tuple[Any, bool, bool]:
     known = isinstance(func, OpOverload) and (is_builtin(func) or func.namespace in _LIBRARIES)
-    return known and _BY_DATA.isdisjoint(func.tags)
+    _operators[id(func)] = entry = func, known and _BY_DATA.isdisjoint(func.tags), func in INDEXED
+    return entry
 
 
 def _describe(values: Iterable[Any], key: list[Any], tensors: list[Tensor], indexed: bool) -> bool:
@@ -196,5 +207,7 @@ def _rebuilt(output: _Output, tensors: Sequence[Tensor]) -> Any:
     return result
 
 
+Call = tuple[tuple[Any, ...], list[Tensor]]
+"""Metadata of a call, and its tensors."""
 Known = dict[tuple[Any, ...], tuple[type, list[_Output], Any]]
 """Results of a cache, by the metadata of calls."""

@@ -17,16 +17,16 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from lightning_solo.memory.ledger import Ledger, operator_tensors
+from lightning_solo.memory.ledger import Ledger, operator_tensors, storages_of
 from lightning_solo.nn.rounded_products import fp16_accumulated
 from lightning_solo.optim.staging import Staging
 from lightning_solo.planner.autocast import HALF
 from lightning_solo.planner.convolutions import CONVOLUTIONS, workspaces
 from lightning_solo.planner.data_dependent_ops import DATA_DEPENDENT
 from lightning_solo.planner.fake_modules import KNOWN, may_have_numbers, with_new_numbers
-from lightning_solo.planner.index_bounds import check_indices
+from lightning_solo.planner.index_bounds import BOUNDS, check_indices
 from lightning_solo.planner.notes import SERVED, STAGED, label
-from lightning_solo.planner.operator_cache import Known, OperatorCache
+from lightning_solo.planner.operator_cache import Known, OperatorCache, described
 from lightning_solo.planner.timeline import COMPUTE
 
 aten = torch.ops.aten
@@ -151,8 +151,24 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # two of three calls
             return _META if args[0].fake_mode.in_kernel_invocation else args[0].fake_device  # as torch's rule does
         if get_eval_frame_callback() is None:  # Dynamo compiles nothing here, and needn't be told to skip it
-            return self.counted(func, args, kwargs or {})
+            kwargs = kwargs or {}
+            if self.fake and (_plain.get(id(func)) or _is_plain(func))[1]:
+                return self._counted_by_metadata(func, args, kwargs)
+            return self.counted(func, args, kwargs)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _counted_by_metadata(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do as `counted`, with the tensors that the cache finds among the arguments."""
+        call = described(func, args, kwargs)
+        if call is None:
+            return self.counted(func, args, kwargs)
+        for tensor in call[1]:
+            self._see(tensor.untyped_storage(), None)
+        result, cost = self._cached.called(call, func, args, kwargs)
+        if cost is not None:
+            self.costs.append(cost)
+        self._see_result(func, [result.untyped_storage()] if type(result) is FakeTensor else storages_of(result))
+        return result
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator, or its replacement if it needs data that fake tensors lack."""
@@ -191,6 +207,16 @@ class Tracer(Ledger):  # type: ignore[no-untyped-call]
             for size in workspaces(func, args, result):
                 self.see_workspace(size)
         return result, None if func.is_view or func in _FREE else _cost(func, args, kwargs, result)
+
+
+_plain: dict[int, tuple[Any, bool]] = {}
+"""id of an operator -> itself, and whether it is run as it is."""
+
+
+def _is_plain(func: Any) -> tuple[Any, bool]:
+    special = func in (_NUMBER, _NEW, *CONVOLUTIONS) or func in BOUNDS or func in DATA_DEPENDENT
+    _plain[id(func)] = entry = func, not special
+    return entry
 
 
 @functools.cache
