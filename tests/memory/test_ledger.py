@@ -98,6 +98,14 @@ def test_reset_peak_starts_at_live_bytes():
         assert kept.shape == (5,)
 
 
+def test_storages_that_never_had_bytes_are_in_no_log():
+    with Ledger() as ledger:
+        kept = torch.empty(0), torch.ones(3)
+        ledger.reset_peak()
+        assert ledger.log.held == {0: 4 * 3}
+        del kept
+
+
 def test_older_tensors_count_only_if_owned():
     batch, layer = torch.zeros(9, 3), nn.Linear(3, 2)
     with Ledger() as ledger:
