@@ -55,7 +55,7 @@ def dropout(tensor: Tensor, p: float, train: bool) -> Tensor:
 class CudaByHand:
     """Places on the CPU the tensors that a module places on a CUDA device by hand.
 
-    torch's functions are replaced, since a mode would take longer for each attribute of a tensor than a cached operator.
+    torch's functions are replaced, since a mode would be called for each attribute of a tensor, too.
 
     Args:
         allowed: whether the plan is for a CUDA device.
