@@ -25,11 +25,8 @@ from lightning_solo.processes import Child, ProcessError, fork, start
 MOST_WORKERS = 8
 """Processes that plan presets at the same time; further ones would mostly repeat what each has to learn."""
 
-VARIABLES = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-"""A plan needs no GPU. Where torch finds one, autograd starts threads for it, which the forks of a plan would lack.
-
-Nothing is compiled either: functions run operator by operator, and what only compiles needn't be imported.
-"""
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""A plan needs no GPU. Where torch finds one, autograd starts threads for it, which the forks of a plan would lack."""
 
 
 @dataclass
@@ -110,7 +107,7 @@ class Worker:
         if self._child is not None and self._child.connection.poll():
             self.close()
         if self._child is None:
-            self._child = start("lightning_solo.planner.worker:serve", variables=VARIABLES)
+            self._child = start("lightning_solo.planner.worker:serve", variables=NO_GPU)
             atexit.register(self.close)
         return self._child
 
