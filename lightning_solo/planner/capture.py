@@ -130,6 +130,7 @@ def capture(
     """
     with ExitStack() as stack:
         stack.enter_context(quiet())
+        stack.enter_context(_collected_at_steps(fake=fake))
         mode, known = _shared(cuda) if fake else (None, None)
         by_hand = CudaByHand(allowed=cuda)
         stack.enter_context(by_hand.on_cpu())
@@ -168,7 +169,6 @@ def capture(
             stack.enter_context(arrays_of_zeros(tracer.assume))
             stack.enter_context(mode)
             stack.enter_context(copied_by_clone())
-        stack.enter_context(_collected_at_steps(frozen=fake))
         stack.enter_context(tracer)
         try:
             trainer.fit(module, loader)
@@ -290,23 +290,24 @@ def _keeps_frozen(process: int) -> bool:
 
 
 @contextmanager
-def _collected_at_steps(*, frozen: bool) -> Iterator[None]:
+def _collected_at_steps(*, fake: bool) -> Iterator[None]:
     """Collect garbage only at the end of each micro-batch; Python's own collections differ from run to run.
 
     Args:
-        frozen: whether to skip a collection of all that exists, which takes as long as half a trace of fake tensors.
-            It is quick if the process keeps its imports frozen, and is made then: frozen garbage would stay.
+        fake: whether what exists is frozen, since a collection of it takes as long as half a trace of fake tensors. If
+            the process keeps its imports frozen, the garbage of earlier traces is collected before: frozen, it would
+            stay.
     """
-    enabled, frozen = gc.isenabled(), frozen and not _keeps_frozen(os.getpid())
-    if frozen:
-        gc.freeze()
-    else:
+    enabled, keeps = gc.isenabled(), _keeps_frozen(os.getpid())
+    if keeps or not fake:
         gc.collect()  # survivors move to the oldest generation, which isn't collected from here on
+    if fake:
+        gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        if frozen:
+        if fake and not keeps:
             gc.unfreeze()
         if enabled:
             gc.enable()
