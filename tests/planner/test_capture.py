@@ -336,7 +336,7 @@ def test_garbage_of_before_a_trace_is_freed(others: bool) -> None:
     module.itself = [module]
     garbage = weakref.ref(module)
     del module
-    with _collected_at_steps(frozen=True):
+    with _collected_at_steps(fake=True):
         assert not gc.isenabled()
     assert gc.isenabled()
     gc.collect()
@@ -352,7 +352,7 @@ def test_frozen_objects_are_counted_once_in_a_process(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(1) or 1)
     capture_module._keeps_frozen.cache_clear()
     for _ in range(2):
-        with _collected_at_steps(frozen=True):
+        with _collected_at_steps(fake=True):
             pass
     capture_module._keeps_frozen.cache_clear()
     assert counts == [1]
