@@ -94,8 +94,9 @@ class BlockMicroBatching(Technique, Settings):
             )
         elif most == 1 < self.micro_batches:
             rank_zero_warn(
-                "block micro-batching: the first batch has one sample, so its blocks run undivided, recomputed in"
-                f" backward; write a larger batch, or {OPTION}.micro_batches=1 to expect that"
+                "block micro-batching: the first batch has one sample, or blocks get it in an object that is no tuple,"
+                " dict or dataclass, so they run undivided, recomputed in backward; write a larger batch, or"
+                f" {OPTION}.micro_batches=1 to expect that"
             )
 
     def _note(self, returned: Returned | None) -> None:
