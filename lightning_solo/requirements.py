@@ -41,6 +41,12 @@ def lacks(configuration: Configuration, lightning: str = "lightning.pytorch") ->
     return missing
 
 
+def missing_packages(configuration: Configuration) -> list[str]:
+    """Return the packages that a configuration needs and this machine lacks, each with the remedy."""
+    needs = ((requirement, words) for requirement, words in configuration.requirements())
+    return [text for each, words in needs if each.kind == "package" and (text := lack(each, words)) is not None]
+
+
 def lack(requirement: Requirement, words: str) -> str | None:
     """Return what this machine lacks to meet a requirement, with ``words`` as the remedy; None if it meets it."""
     if requirement.kind == "cuda":

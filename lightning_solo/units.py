@@ -75,17 +75,19 @@ def parse_budget(value: object, *, least: int = MiB) -> int:
             since it means 10**9 to some and 2**30 to others.
     """
     text = value.strip() if isinstance(value, str) else ""
+    above = " above 0" if least else ""
     number = int(text) if text.isdecimal() else value
-    count = -1
+    count, allowed = -1, least
     if match := _BYTES.fullmatch(text):
-        count, least = int(Fraction(match[1]) * 1024 ** " kmgt".index((match[2] or " ")[0].lower())), min(least, 1)
+        count = int(Fraction(match[1]) * 1024 ** " kmgt".index((match[2] or " ")[0].lower()))
+        allowed = min(least, 1)
     elif isinstance(number, int) and not isinstance(number, bool):
         count = number
     elif isinstance(number, float) and math.isfinite(number):
-        count, least = int(number), max(least, MiB)  # 1.5 is no number of bytes, 0.9 * 2**30 is
-    if count < least:
+        count, allowed = int(number), max(least, MiB)  # 1.5 is no number of bytes, 0.9 * 2**30 is
+    if count < allowed:
         raise ValueError(
-            f"{value!r}: write a number and one of B, KiB, MiB, GiB, TiB, such as 16GiB, or bytes,"
+            f"{value!r}: write a number{above} and one of B, KiB, MiB, GiB, TiB, such as 16GiB, or bytes,"
             f" at least {format_bytes(least)}, such as 17179869184"
         )
     return count

@@ -42,6 +42,9 @@ SETTINGS = {
 """Setting -> the other settings with which its messages are raised."""
 
 
+EXAMPLES = {"precision": "32-true", "callback": "throughput", "auto.budget": "2GiB"}
+
+
 def example(name: str, setting: str) -> str:
     """Return a value that a setting accepts, in place of the one that a reader fills in."""
     parameter = parameters_of(CARDS[name].settings)[setting]
@@ -67,7 +70,7 @@ def accepts(override: str) -> None:
     if group == "callback" and name and not marks.startswith("+"):
         preset["callback"] |= {name: SETTINGS.get(key, {})}
     if value and re.search(r"<|\{[^}]|\0", value):
-        value = example(name, setting) if setting else {"precision": "32-true", "callback": "throughput"}.get(key, "2")
+        value = example(name, setting) if setting else EXAMPLES.get(key, "2")
     if setting and value is None and "~" not in marks:  # a setting that is named without a value
         assert setting in CARDS[name].defaults
         return
@@ -431,13 +434,13 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "cli/__init__.py": 2,
         "cli/command_line.py": 6,
         "cli/convert.py": 1,
-        "cli/export.py": 2,
+        "cli/export.py": 3,
         "cli/export_graph.py": 1,
         "cli/generate.py": 1,
         "cli/hydra_section.py": 4,
         "cli/ladder_line.py": 1,
         "cli/plan.py": 2,
-        "cli/plan_largest.py": 2,
+        "cli/plan_largest.py": 3,
         "cli/plan_display.py": 1,
         "cli/plan_line.py": 7,
         "cli/predict.py": 1,

@@ -8,7 +8,7 @@ from itertools import combinations, islice
 from typing import Any
 
 from lightning_solo.cards.card import RESOURCES, Card, Requirement, resources
-from lightning_solo.cards.engines import refusal_under
+from lightning_solo.cards.engines import ENGINES, refusal_under
 from lightning_solo.errors import ConflictError
 
 Rule = Callable[[Any, "Configuration"], str | None]
@@ -102,9 +102,11 @@ class Configuration:
         """Return the message for several devices that are ``given`` to a preset for one."""
         what = f"strategy={self.strategy.card.name}" if isinstance(self.strategy, Chosen) else "a preset without engine"
         drop = "" if self.strategy is None else " in place of its strategy"
+        combines = self.preset and self.strategy is None and not any(self.under_engine(ENGINES[0]))
+        names = [ENGINES[0], *(self.preset.strip("[]").split(",") if combines else ["bf16"])]
         return (
             f"{given}: {what} trains on one device; write devices=1, or for several devices add the preset ddp, fsdp or"
-            f" zero3{drop}, such as ['ddp', 'bf16']"
+            f" zero3{drop}, such as {names}"
         )
 
     @property

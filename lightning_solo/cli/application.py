@@ -13,13 +13,21 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_solo.errors import PresetError, SoloError, nearest
+from lightning_solo.errors import ConflictError, PresetError, SoloError, nearest
 from lightning_solo.presets import old_spellings
-from lightning_solo.presets.compose import VERSION_BASE, compose, explained, hydra_of_our_own, to_plain
+from lightning_solo.presets.compose import (
+    VERSION_BASE,
+    chosen_in,
+    compose,
+    compose_yaml,
+    explained,
+    hydra_of_our_own,
+    to_plain,
+)
 from lightning_solo.presets.config_source import FIELDS
 from lightning_solo.presets.files import conf_folder, user_conf_folder
 from lightning_solo.presets.overrides import marks_of, parse_override
-from lightning_solo.presets.parse import TRAINER, unknown_field
+from lightning_solo.presets.parse import TRAINER, parse_configuration, unknown_field
 from lightning_solo.presets.registry import NAMES, target_of
 from lightning_solo.presets.signature import parameters
 
@@ -83,10 +91,10 @@ def _refuse(overrides: Sequence[str]) -> None:
             old = old_spellings.refusal_of_strategy({rest: override.value()}) if field == "strategy" else None
             raise PresetError(old or f"{text!r}: a preset's field; write {marks}solo.{text[len(marks) :]}")
         elif not override.is_add():
-            _refuse_unknown(base, override)
+            _refuse_unknown(base, override, allow)
 
 
-def _refuse_unknown(base: DictConfig, override: Override) -> None:
+def _refuse_unknown(base: DictConfig, override: Override, allow: Sequence[str]) -> None:
     node: Any = OmegaConf.to_container(base, resolve=False)
     path = override.key_or_group.split(".")
     for depth, key in enumerate(path):
@@ -98,9 +106,15 @@ def _refuse_unknown(base: DictConfig, override: Override) -> None:
             names = list(accepted if accepted is not None else map(str, node if isinstance(node, Mapping) else ()))
             if where == "trainer" and key in FIELDS:
                 old = old_spellings.refusal_of_argument(override.value())
-                raise PresetError(
-                    old or f"{override.input_line}: the preset sets that; write solo.{key}={override.value()}"
-                )
+                remedy = f"{key}={override.value()}"
+                if old is None:
+                    try:
+                        parse_configuration(compose_yaml(to_plain(base.solo), [remedy]), allow, chosen_in(base.hydra))
+                    except SoloError as error:
+                        raise ConflictError(
+                            f"{override.input_line}: the preset has that field, and refuses it: {error}"
+                        ) from error
+                raise PresetError(old or f"{override.input_line}: the preset sets that; write solo.{remedy}")
             if key in names:
                 raise PresetError(f"{override.input_line}: not set yet; write +{override.input_line}")
             foreign = where in ("model", "data") and accepted is None

@@ -183,7 +183,7 @@ def check_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> CheckedConfi
     hydra: Any = cfg.get("hydra") or (HydraConfig.get() if HydraConfig.initialized() else None)
     chosen = chosen_in(hydra) if "hydra" in cfg else ""
     try:
-        solo = replace(parse_configuration(plain["solo"], allow), preset=chosen)
+        solo = parse_configuration(plain["solo"], allow, chosen)
     except ConflictError as error:
         names = names_in(chosen)
         names = names if isinstance(names, list) else []

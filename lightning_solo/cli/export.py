@@ -92,9 +92,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     written = {name: value for name, value in vars(options).items() if value is not None or name in always}
     if other := [name for name in written if name not in (*always, *FORMATS[options.format].options)]:
         takers = [name for name, each in FORMATS.items() if other[0] in each.options]
+        option = f"--{other[0].replace('_', '-')}"
         raise PresetError(
-            f"--{other[0].replace('_', '-')} and --format {options.format}: it is an option of --format"
-            f" {' and '.join(takers)}"
+            f"{option} and --format {options.format}: drop {option}, or write --format {' or '.join(takers)},"
+            " which take it"
         )
     return argparse.Namespace(**written)
 

@@ -61,7 +61,7 @@ class Progress:
         if self._status is not None:
             self._status.update(self._line())
         else:
-            needed = f", {format_bytes(answer.needed_bytes)}" if isinstance(answer, Plan) else ""
+            needed = f", {answer.needs}" if isinstance(answer, Plan) else ""
             print_lines(self.console, [f"{name}: {self.done[name]}{needed}"])
 
     def _line(self) -> Text:
@@ -161,7 +161,9 @@ def what_to_write(
         return "none could be planned"
     first = plans[0]
     if first.fits:
-        left = f"{format_bytes(first.margin_bytes)} are left" + (": tight" if first.verdict == "tight" else "")
+        left = f"{format_bytes(first.margin_bytes)} are left"
+        if first.verdict == "tight":
+            left += f" of the device, but it needs {first.host_shortage}: tight" if first.host_shortage else ": tight"
         if first.device != CPU:
             left += f"; the device will show {format_bytes(first.reserved_bytes)} as taken"
         if first.configuration is not None and saved is None:

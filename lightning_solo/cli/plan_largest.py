@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hydra.utils import get_object
 from omegaconf import OmegaConf
 
+from lightning_solo.cli.command_line import CheckedConfig
 from lightning_solo.cli.ladder_line import composed, parsed
 from lightning_solo.cli.plan_line import PlanOptions
-from lightning_solo.errors import PresetError
+from lightning_solo.errors import PresetError, nearest
 from lightning_solo.planner.plan import Plan
-from lightning_solo.units import format_bytes
 
 MOST = 2**20
 """Times the first value, up to which larger ones are tried."""
@@ -45,11 +47,13 @@ def setting_of(options: PlanOptions) -> Setting:
     key = options.largest.lstrip("+")
     prefix = next(("+" for text in options.overrides if _key(text) == key and text.startswith("+")), "")
     first = next((name for name in options.presets), "")
-    cfg, _ = composed([*options.overrides, f"solo={first}"])
+    cfg, checked = composed([*options.overrides, f"solo={first}"])
     value = OmegaConf.select(cfg, key)
     if value is None:
         if re.fullmatch(r"-?[\d.]+", key):
             raise PresetError(f"--largest {key}: must be a setting's name, not its value; write --largest model.width")
+        value, prefix = _default(checked, key), "+"
+    if value is None:
         try:
             composed([*options.overrides, f"+{key}=1", f"solo={first}"])
         except PresetError as error:
@@ -102,7 +106,7 @@ def thriftiest(plans: Sequence[Plan]) -> Plan:
 
 def line(setting: Setting, value: int, plan: Plan) -> str:
     """Return the result of a value, in words."""
-    return f"{setting.key}={value}: {plan.preset} {plan.verdict}, needs {format_bytes(plan.needed_bytes)}"
+    return f"{setting.key}={value}: {plan.preset} {plan.verdict}, needs {plan.needs}"
 
 
 def conclusion(setting: Setting, value: int, too_large: int | None, preset: str) -> str:
@@ -114,6 +118,30 @@ def conclusion(setting: Setting, value: int, too_large: int | None, preset: str)
         return f"{setting.key}={value} still fits with {preset}: no limit was reached"
     finer = "; --multiple-of 1 tries all numbers" if setting.multiple_of > 1 else ""
     return f"{setting.key}={value} is the largest{multiples} that fits with {preset}; {too_large} doesn't{finer}"
+
+
+def _default(checked: CheckedConfig, key: str) -> Any:
+    """Return the default of a custom class's argument; None if the class or the default is unknown.
+
+    Raises:
+        PresetError: the class names no such argument.
+    """
+    group, name, *_ = [*key.split("."), ""]
+    node = getattr(checked, group) if group in ("model", "data") else {}
+    try:
+        known = inspect.signature(get_object(node["_target_"])).parameters
+    except Exception:  # no custom class, or one that can't be imported, which a plan says
+        return None
+    if name not in known:
+        names = [each for each, parameter in known.items() if parameter.kind is not parameter.VAR_KEYWORD]
+        others = (
+            f"; for one of **kwargs write a first value: +{key}=64 --largest {key}" if len(names) < len(known) else ""
+        )
+        raise PresetError(
+            f"--largest {key}: {node['_target_']} names no argument {name!r}{nearest(name, names)}there are"
+            f" {', '.join(names) or 'none'}{others}"
+        )
+    return None if known[name].default is inspect.Parameter.empty else known[name].default
 
 
 def _multiple(value: int) -> int:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ class RunFolder:
             for each in plain
         )
         changed = [
-            f"\n  {key}: {before.get(key)!r} before, {now.get(key)!r} now"
+            f"\n  {key}: {_value(before, key)} before, {_value(now, key)} now"
             for key in sorted({*before, *now})
             if before.get(key) != now.get(key) and not key.startswith(FREE_TO_CHANGE)
         ]
@@ -159,3 +160,7 @@ class RunFolder:
                 f"resume=auto: {self.path} has another configuration:{''.join(changed)}\n"
                 f"give the former values, or write resume=override to resume with the new ones"
             )
+
+
+def _value(values: Mapping[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "not set"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra._internal import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.errors import CompactHydraException
@@ -28,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_solo.atomic_files import read_json, write_json
+from lightning_solo.attributes import replaced
 from lightning_solo.build import make, trainer_arguments
 from lightning_solo.cards.catalogue import built_in_cards, load_class
 from lightning_solo.cards.configuration import Configuration
@@ -44,7 +46,7 @@ from lightning_solo.cli.command_line import (
 )
 from lightning_solo.cli.run_folder import RunFolder, is_first_rank, name_by_launcher
 from lightning_solo.errors import CheckpointError, PresetError, SoloError, nearest
-from lightning_solo.presets.compose import VERSION_BASE
+from lightning_solo.presets.compose import VERSION_BASE, explained
 from lightning_solo.presets.files import conf_folder
 from lightning_solo.presets.spelling import on_command_line
 from lightning_solo.requirements import check_machine
@@ -76,7 +78,16 @@ def run(arguments: Sequence[str]) -> int:
                 return 0
     check_command_line(arguments)
     sys.argv = ["lightning-solo train", *flags, *search_path_override(overrides), *overrides]
-    hydra.main(config_path=str(conf_folder() / "app"), config_name="train", **VERSION_BASE)(_job)()
+    application = hydra.main(config_path=str(conf_folder() / "app"), config_name="train", **VERSION_BASE)(_job)
+    try:
+        # Hydra's own would print a hint about its traces, and exit with 1 also where a sweep is refused
+        with replaced(hydra_utils, "run_and_report", lambda function: function()):
+            application()
+    except CompactHydraException as error:
+        if isinstance(error.__context__, SoloError):
+            refuse(str(error))
+        print(without_secrets(explained(error)), file=sys.stderr)
+        return 1
     return 0
 
 

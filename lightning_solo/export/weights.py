@@ -311,7 +311,7 @@ def _require_writable(path: Path, *, overwrite: bool) -> None:
     if path.suffix == SUFFIXES[0] and not is_installed("safetensors"):
         raise CapabilityError(
             f"{path}: the package safetensors is not installed; write pip install lightning-solo[safetensors], or"
-            f" another file: {path.with_suffix('.pt')}"
+            f" --output {path.with_suffix('.pt')}"
         )
     refuse_existing(path, overwrite=overwrite)
 

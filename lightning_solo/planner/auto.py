@@ -26,13 +26,13 @@ from lightning_solo.planner.bases import (
 )
 from lightning_solo.planner.device import device as device_of
 from lightning_solo.planner.device import this_device
-from lightning_solo.planner.plan import EQUAL, Plan, as_fast
+from lightning_solo.planner.plan import EQUAL, TIGHT, Plan, as_fast
 from lightning_solo.planner.table import table
 from lightning_solo.planner.worker import WORKER
 from lightning_solo.presets.compose import compose, compose_all
 from lightning_solo.presets.devices import budget_bytes, budget_on
 from lightning_solo.tables import table_console
-from lightning_solo.units import format_bytes
+from lightning_solo.units import MiB, format_bytes
 
 
 def choose(
@@ -88,7 +88,8 @@ def choose(
     console = console or table_console()
     console.print(table(plans, chosen, console.width))
     if chosen is None:
-        raise none_fits(plans)
+        target = this_device() if settings.device is None else device_of(settings.device)
+        raise none_fits(plans, target.memory_bytes)
     lines = [why(chosen, plans)]
     if chosen.configuration is not None:
         configs[chosen.preset] = configuration_of(chosen, allow)
@@ -125,30 +126,37 @@ def check_room(plan: Plan, settings: AutoSettings) -> None:
     budget = budget_on(target, budget_bytes(settings.budget), f"auto.budget={settings.budget}")
     here = replace(plan, budget_bytes=budget, host_memory_bytes=host_memory()[0] if plan.host_bytes else None)
     if here.missing_bytes:
-        needs = " and ".join(filter(None, (format_bytes(plan.needed_bytes), here.host_shortage)))
         raise BudgetError(
-            f"auto: this run trains with {plan.preset}, which needs {needs}; {target.label} has {format_bytes(budget)}"
-            " here; write resume=override to plan the rest of the run anew",
+            f"auto: this run trains with {plan.preset}, which needs {here.needs}; {target.label} has"
+            f" {format_bytes(budget)} here; write resume=override to plan the rest of the run anew",
             plan.needed_bytes,
             budget,
         )
 
 
-def none_fits(plans: Sequence[Plan]) -> BudgetError:
-    """Return the error to raise if no plan is accepted; it names the nearest plan and a remedy."""
+def none_fits(plans: Sequence[Plan], memory: int = 0) -> BudgetError:
+    """Return the error to raise if no plan is accepted; it names the nearest plan and a remedy.
+
+    Args:
+        plans: best first.
+        memory: bytes of the device, up to which a larger budget is named.
+    """
     nearest = min(plans, key=lambda plan: (plan.missing_bytes, plan.needed_bytes))
     most = max(plan.largest_micro_batch or 0 for plan in plans)
     tight = next((plan for plan in plans if plan.verdict == "tight"), None)
+    on_host = nearest.margin_bytes >= 0 and nearest.host_shortage != ""
+    larger = int(nearest.needed_bytes * (1 + TIGHT)) // MiB + 1
     advice = "take a smaller model" + (f", or batches of {most}" if most else "")
+    if not on_host and larger * MiB <= memory:
+        advice = f"write auto.budget={larger}MiB, or {advice}"
     if tight is not None:
         takes = f", and takes {tight.host_shortage}" if tight.host_shortage else ""
         advice = (
             f"auto.accept_tight=true would take {tight.preset}, which leaves {format_bytes(tight.margin_bytes)}{takes}"
         )
-    on_host = nearest.margin_bytes >= 0 and nearest.host_shortage != ""
     return BudgetError(
         f"auto: no preset fits in {format_bytes(nearest.budget_bytes)}; the nearest, {nearest.preset}, needs"
-        f" {' and '.join(filter(None, (format_bytes(nearest.needed_bytes), nearest.host_shortage)))}; {advice}",
+        f" {nearest.needs}; {advice}",
         nearest.host_needed_bytes if on_host else nearest.needed_bytes,
         nearest.host_memory_bytes or 0 if on_host else nearest.budget_bytes,
     )
@@ -204,6 +212,8 @@ def why(chosen: Plan, plans: Sequence[Plan]) -> str:
     """Return the reason for the choice, in a sentence; ``plans`` are in the order in which to try them."""
     others = [plan for plan in plans if plan is not chosen and plan.verdict == chosen.verdict]
     leaves = f"it needs {format_bytes(chosen.needed_bytes)} of {format_bytes(chosen.budget_bytes)}"
+    if chosen.host_shortage:
+        leaves += f", and {chosen.host_shortage}"
     if not others:
         only = ("the only one that fits" if plans[1:] else "which fits; no other was planned") + (
             ", if only just" if chosen.verdict == "tight" else ""

@@ -104,6 +104,11 @@ class Plan:
         return f"{format_bytes(self.host_needed_bytes)} on the host, which has {format_bytes(self.host_memory_bytes)}"
 
     @property
+    def needs(self) -> str:
+        """The device memory needed, and the host's where it is short, in words."""
+        return " and ".join(filter(None, (format_bytes(self.needed_bytes), self.host_shortage)))
+
+    @property
     def missing_bytes(self) -> int:
         """The missing bytes on the device and on the host."""
         on_host = 0 if self.host_memory_bytes is None else self.host_needed_bytes - self.host_memory_bytes

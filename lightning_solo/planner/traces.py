@@ -106,6 +106,8 @@ def scalable_trace(
             scalable.trace.assumptions.append("attention keeps all scores: the fused kernels could not be planned")
         return scalable
     assert first is not None
+    if isinstance(first, ImportError):  # of a technique, without which the module's states would be others
+        raise PlanError(_reason(first)) from first
     raise PlanError(f"{_reason(first)}; {_least(make, weight_bytes)}") from first
 
 

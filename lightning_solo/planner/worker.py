@@ -21,6 +21,7 @@ from lightning_solo.planner.device import CPU
 from lightning_solo.planner.forks import run_in_workers
 from lightning_solo.planner.plan import Plan
 from lightning_solo.processes import Child, ProcessError, fork, start
+from lightning_solo.requirements import missing_packages
 
 MOST_WORKERS = 8
 """Processes that plan presets at the same time; further ones would mostly repeat what each has to learn."""
@@ -162,6 +163,8 @@ def plans(request: PlanRequest) -> Iterator[tuple[str, Any]]:
                 raise CapabilityError(reason)
             return planner.plan(name, configs[name])
         except Exception as error:
+            if isinstance(error.__cause__, ModuleNotFoundError) and (missing := missing_packages(configs[name])):
+                return CapabilityError("\n".join(missing))
             return _explained(error)
 
     def key(name: str) -> str:

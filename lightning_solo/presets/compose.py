@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ def compose(preset: Preset, overrides: Sequence[str] = (), *, allow: Sequence[st
         if isinstance(preset, Mapping) and HydraConfig.initialized():
             _check_overrides_of_application()
             _check_list_of_application(composed, [override.key_or_group for override in parse_overrides(overrides)])
-        return replace(parse_configuration(composed, allow), preset=name_of(preset))
+        return parse_configuration(composed, allow, name_of(preset))
     except SoloError as error:
         of_application = isinstance(preset, Mapping) and not overrides and HydraConfig.initialized()  # its `cfg.solo`
         message = str(error)

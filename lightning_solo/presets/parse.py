@@ -39,12 +39,13 @@ UNKNOWN: Any = object()
 TRAINER = "lightning.pytorch.trainer.trainer:Trainer"
 
 
-def parse_configuration(given: Mapping[str, Any], allow: Sequence[str] = ()) -> Configuration:
+def parse_configuration(given: Mapping[str, Any], allow: Sequence[str] = (), preset: str = "") -> Configuration:
     """Return the configuration of plain fields. All checks of a preset happen here.
 
     Args:
         given: the fields of a preset in plain containers, without interpolations.
         allow: prefixes of ``_target_`` that the user trusts.
+        preset: its name, as in `Configuration`.
 
     Raises:
         PresetError: an unknown field, argument or name, a wrong type, an impossible value, a forbidden target.
@@ -63,6 +64,7 @@ def parse_configuration(given: Mapping[str, Any], allow: Sequence[str] = ()) -> 
         techniques=tuple(part for part in parts if isinstance(part, Chosen)),
         foreign=tuple(part for part in parts if isinstance(part, Target)),
         auto=_auto(given.get("auto") or None),
+        preset=preset,
     )
     configuration.check()
     return configuration

@@ -11,20 +11,24 @@ _CHOICE = re.compile(rf"{_BEFORE}(callback|strategy)=(?!')")
 _FIELD = re.compile(
     rf"{_BEFORE}((?:precision|accumulate_grad_batches|devices|strategy|callback|auto)(?:=|\.(?=[\w<])))"
 )
+_NAMES = re.compile(r"(?<=such as )\[('[\w./-]+'(?:, '[\w./-]+')*)\]")
 _OPTION = r"(?:precision|accumulate_grad_batches|devices|strategy|callback|auto)[\w.]*=(?!')"
 _OVERRIDE = re.compile(rf"{_START}([~+]+(?:callback|strategy)|{_OPTION})")
 
 
 def on_command_line(message: str) -> str:
-    """Return a message with the prefix ``solo.`` in its overrides, of which Python takes none.
+    """Return a message with the prefix ``solo.`` in its overrides, of which Python takes none, and `solo=` in names.
 
     Quoted text, such as a user's, is left as it is.
 
     >>> on_command_line("callback.attention: write ~callback.attention, or +callback=throughput precision=bf16-true")
     'solo.callback.attention: write ~solo.callback.attention, or +solo/callback=throughput solo.precision=bf16-true'
+    >>> on_command_line("add the preset ddp, such as ['ddp', 'bf16']")
+    "add the preset ddp, such as 'solo=[ddp,bf16]'"
     >>> on_command_line("'precision=16' and trainer.precision=16: write solo.precision=16, or Trainer(strategy='auto')")
     "'precision=16' and trainer.precision=16: write solo.precision=16, or Trainer(strategy='auto')"
     """
+    message = _NAMES.sub(lambda names: f"'solo=[{_unquoted(names[1])}]'", message)
     return _FIELD.sub(r"\1solo.\2", _CHOICE.sub(r"\1solo/\2=", message))
 
 
@@ -36,7 +40,12 @@ def on_lightning_cli(message: str) -> str:
     >>> on_lightning_cli("the preset sets precision='bf16-true'; write overrides=['precision=32-true']")
     "the preset sets precision='bf16-true'; write --solo_overrides=['precision=32-true']"
     """
+    message = _NAMES.sub(lambda names: f"--solo=[{_unquoted(names[1])}]", message)
     return _OVERRIDE.sub(r"--solo_overrides+=\1", re.sub(r"(?<![\w.(])overrides=\[", "--solo_overrides=[", message))
+
+
+def _unquoted(names: str) -> str:
+    return names.replace("'", "").replace(", ", ",")
 
 
 def written(value: object) -> str:

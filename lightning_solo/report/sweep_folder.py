@@ -116,7 +116,7 @@ def columns(rows: Sequence[Row]) -> dict[str, Column[Row]]:
         "steps": Column("steps", lambda row: number(row.steps)),
         "attempt": Column("attempt", lambda row: number(row.attempt)),
         "detail": Column("detail", detail),
-        "best": Column("best in loss against", lambda row: Cell(" and ".join(fronts[row.number]))),
+        "best": Column("Pareto front", lambda row: Cell(", ".join(f"loss/{cost}" for cost in fronts[row.number]))),
     }
 
 

@@ -56,7 +56,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         (["data=custom", "data._target_=m.Data", "allow=[m]"], ["data.context", "write model.context=..."]),
         (["solo=checkpointing,compact"], ["-m", "'solo=[checkpointing,compact]'"]),
         (["devices=2"], ["write solo.devices=2"]),  # row 23
-        (["trainer.devices=2"], ["write solo.devices=2"]),  # row 23
+        (["solo=ddp", "trainer.devices=2"], ["write solo.devices=2"]),
         (["solo.precision=bf61"], ["precision='bf61'", "32-true"]),  # row 27
         (["-m", "+foo=1,2"], ["foo"]),  # row 30
         (["-m", "seed=range(1,1)"], ["seed=range(1,1)", "0 jobs"]),  # row 30
@@ -181,6 +181,20 @@ def test_only_a_possible_override_is_proposed(arguments: list[str], word: str, w
         check_command_line(arguments)
     assert "solo.accelerator" not in str(caught.value)
     assert ("write solo.precision" in str(caught.value)) == (works and "precision" in word)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trainer.devices=2"], ["trainer.devices=2", "write devices=1", "['ddp', 'bf16']"]),
+        (["solo=checkpointing", "trainer.devices=2"], ["write devices=1", "['ddp', 'checkpointing']"]),
+        (["solo=checkpointing", "solo.devices=2"], ["write devices=1", "['ddp', 'checkpointing']"]),
+        (["solo=compact", "trainer.precision=32-true"], ["trainer.precision=32-true: ", "master_bits=32"]),
+    ],
+)
+def test_a_field_that_the_preset_refuses_is_refused_with_its_remedy(arguments: list[str], words: list[str]) -> None:
+    with pytest.raises(ConflictError, match=mentions(*words)):
+        check_command_line(arguments)
 
 
 @pytest.mark.parametrize(

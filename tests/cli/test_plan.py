@@ -23,7 +23,7 @@ from lightning_solo.cli import main
 from lightning_solo.cli.application import compose_application
 from lightning_solo.cli.plan import NEEDED, notes
 from lightning_solo.cli.plan_display import assumptions, bars, what_to_write
-from lightning_solo.cli.plan_largest import conclusion, largest, setting_of
+from lightning_solo.cli.plan_largest import Setting, conclusion, largest, line, setting_of
 from lightning_solo.cli.plan_line import compose, parse
 from lightning_solo.cli.train import planned_bytes
 from lightning_solo.errors import PlanError, PresetError, SoloError
@@ -359,6 +359,9 @@ def test_assumptions_once_each_and_the_command_has_the_micro_batch() -> None:
     other = replace(SAMPLE, preset="b", assumptions=("b", "c"))
     assert assumptions([SAMPLE, other]) == ["assumed: a (bf16)", "assumed: b", "assumed: c (b)"]
     checked, _, _ = compose(parse(["solo=bf16", "data.batch_size=16"]))
+    tight = replace(SAMPLE, micro_batch=4, verdict="tight", host_bytes=99, host_memory_bytes=100)
+    assert lines_with(what_to_write([tight], [], checked), "4.00 GiB", "99 B on the host", "100 B: tight")
+    assert lines_with(line(Setting("model.depth", 8, 1), 8, tight), "12.00 GiB", "99 B on the host", "100 B")
     said = what_to_write([replace(SAMPLE, micro_batch=4, verdict="tight")], ["data.batch_size=16"], checked)
     assert lines_with(said, "bf16 fits", "4.00 GiB", "tight", "13.00 GiB")
     assert said.endswith(": lightning-solo train data.batch_size=4 solo=bf16")
@@ -627,6 +630,21 @@ def test_largest_of_what_has_no_whole_number_is_refused(line: str, words: tuple[
     with pytest.raises(SoloError) as error:
         setting_of(parse(["model=byte_gpt_tiny", "solo=bf16", *line.split()]))
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_largest_of_a_custom_class_starts_from_the_default_of_its_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_mine.py").write_text("class Mine:\n    def __init__(self, depth=4, lr=1e-3, **others): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    line = ["model=custom", "model._target_=of_mine.Mine", "allow=[of_mine]", "solo=bf16"]
+    options = parse([*line, "--largest", "model.depth"])
+    setting = setting_of(options)
+    assert (setting.value, setting.options(options, 9).overrides[-1]) == (4, "+model.depth=9")
+    with pytest.raises(PresetError, match=mentions("model.lr is 0.001", "whole numbers")):
+        setting_of(parse([*line, "--largest", "model.lr"]))
+    with pytest.raises(PresetError, match=mentions(nearest("depth"), "are depth, lr; ", "+model.dpth=64")):
+        setting_of(parse([*line, "--largest", "model.dpth"]))
 
 
 @pytest.mark.long

@@ -11,12 +11,17 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import hydra
 import pytest
 import torch
+from hydra._internal import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch import LightningDataModule, LightningModule
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,8 +33,9 @@ from lightning_solo.cli.ladder import rung
 from lightning_solo.cli.ladder_line import RungConfig
 from lightning_solo.cli.run_folder import RunFolder
 from lightning_solo.cli.train import as_given, build_parts, csv_logger, first_batch
-from lightning_solo.errors import CheckpointError, PresetError
+from lightning_solo.errors import CheckpointError, ConflictError, PresetError
 from lightning_solo.presets.compose import compose
+from lightning_solo.sweeps.launch import JobsFailed
 from tests.cli.commands import call, environment, signalled
 from tests.messages import lines_with, mentions, nearest
 
@@ -299,6 +305,41 @@ def test_a_run_on_two_devices_is_resumed_on_one_without_fault_tolerance(tmp_path
     assert steps_of(tmp_path / "runs" / "first") == 4
 
 
+def test_a_refused_sweep_exits_with_2_and_without_hydras_hint(tmp_path: Path) -> None:
+    output = train(tmp_path, *QUICK, "-m", "seed=1,2", "hydra.launcher.gpus=[0,0]", code=2)
+    (line,) = [line for line in output.splitlines() if line]
+    assert line.startswith("lightning-solo: hydra.launcher.gpus=[0,0]: ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_sweep_with_failed_jobs_exits_with_1_and_without_hydras_hint(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def sweep(**_: Any) -> None:
+        raise JobsFailed("2 of 3 jobs failed")
+
+    def main(**_: Any) -> Any:  # Hydra's, in a process of which other tests don't see its configuration
+        its = SimpleNamespace(multirun=sweep)
+        return lambda job: partial(hydra_utils._run_app, False, True, RunMode.MULTIRUN, its, "train", job, [])
+
+    monkeypatch.setattr(hydra, "main", main)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert train_command.run([*QUICK, "-m", "seed=1,2"]) == 1
+    assert capsys.readouterr().err == "2 of 3 jobs failed\n"
+
+
+def test_a_resumed_run_names_a_setting_that_was_not_set(tmp_path: Path) -> None:
+    cfg = compose_application([*QUICK, "run=first"])
+    folder = tmp_path / "first"
+    RunFolder(folder).write(cfg)
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints" / "last.ckpt").touch()
+    changed = compose_application([*QUICK, "run=first", "resume=auto", "+trainer.deterministic=true"])
+    refused = pytest.raises(ConflictError, match=r"trainer\.deterministic: not set before, True now")
+    with RunFolder(folder) as again, refused:
+        again.open(changed)
+
+
 @pytest.mark.long
 def test_a_run_resumes_by_name_and_only_with_its_configuration(tmp_path: Path) -> None:
     train(tmp_path, *QUICK, "run=first", "trainer.max_steps=4", "trainer.val_check_interval=2")
@@ -379,7 +420,7 @@ def test_a_sweep(tmp_path: Path) -> None:
     rows = list(csv.DictReader(shown.splitlines()))
     assert [(row["job"], row["status"], row["steps"]) for row in rows] == [(str(n), "finished", "2") for n in range(4)]
     assert all(float(row["loss"]) == float(row["train/loss"]) for row in rows)
-    assert "best in loss" in call(tmp_path, "results", "runs/sweep", "--sort", "loss")
+    assert "loss/memory" in call(tmp_path, "results", "runs/sweep", "--sort", "loss")
     assert "there are runs/sweep" in call(tmp_path, "results", "runs", code=2)
     assert nearest("loss") in call(tmp_path, "results", "runs/sweep", "--sort", "los", code=2)
 

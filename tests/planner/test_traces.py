@@ -68,6 +68,14 @@ def test_real_steps_are_not_tried_without_host_memory(
     assert tried == ways
 
 
+def test_an_error_of_an_import_names_no_model_states() -> None:
+    def capture(size: int, **kind: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'peft'", name="peft")
+
+    with pytest.raises(PlanError, match=r"^ModuleNotFoundError: No module named 'peft'[^;]*$"):
+        traces.scalable_trace(capture, lambda: nn.Linear(3, 2), 2, 4)
+
+
 def test_sixteen_bit_floats_are_arranged_as_bf16() -> None:
     arranged = arrange(compose("fp16"), {})
     assert arranged.arguments()["precision"] == "bf16-mixed"

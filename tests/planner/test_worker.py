@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_solo.errors import PlanError, PresetError
+from lightning_solo import requirements
+from lightning_solo.cards.configuration import Configuration
+from lightning_solo.errors import CapabilityError, PlanError, PresetError
 from lightning_solo.planner import forks, worker
 from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import Plan
@@ -182,6 +185,21 @@ def test_module_that_fails_under_every_preset_is_one_error() -> None:
     assert told == {}
     plan(dense, vectors(), **asked_for)
     assert [type(answer) for answer in told.values()] == [PlanError, Plan], "it has no repeated blocks"
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(planner: Planner, name: str, config: Configuration) -> Plan:
+        raise PlanError("no module") from ModuleNotFoundError(name="peft")
+
+    monkeypatch.setattr(Planner, "plan", fails)
+    monkeypatch.setattr(Planner, "check_module", lambda *_: None)
+    monkeypatch.setattr(requirements, "installed", {"bitsandbytes": "0.50"}.get)
+    presets = {name: compose(name) for name in ("qlora", "bf16")}
+    request = PlanRequest(dense, vectors(), {}, device("rtx-4090"), 24 * GiB, None, presets)
+    answers = dict(worker.plans(request))
+    assert isinstance(answers["qlora"], CapabilityError)
+    assert re.search("^peft is not installed: .*; write: pip install .peft.*$", str(answers["qlora"]))
+    assert str(answers["bf16"]) == "no module"
 
 
 def test_object_that_is_no_module_is_refused() -> None:

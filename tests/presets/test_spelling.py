@@ -22,6 +22,8 @@ from lightning_solo.presets.spelling import on_command_line
         ("auto.presets=[bf16] would", "solo.auto.presets=[bf16] would"),
         ("'callback=x': write +solo/callback=x", "'callback=x': write +solo/callback=x"),
         ("trainer.precision=16 and Trainer(strategy='auto')", "trainer.precision=16 and Trainer(strategy='auto')"),
+        ("add ddp, such as ['ddp', 'bf16']", "add ddp, such as 'solo=[ddp,bf16]'"),
+        ("strings, such as ['precision=32-true']", "strings, such as ['precision=32-true']"),
         ("a strategy. A callback, auto", "a strategy. A callback, auto"),
     ],
 )

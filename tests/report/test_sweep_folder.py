@@ -49,7 +49,7 @@ def test_the_front_is_marked(tmp_path: Path) -> None:
     on_front = {row["job"] for row in memory.draw(LIGHT)["datasets"]["data"] if row["front"]}
     assert on_front == {"#0", "#1"}  # 5.0 at 1 GiB, 4.0 at 2 GiB; 4.5 at 3 GiB is worse than #1 in both
     assert {row["job"] for row in time.draw(LIGHT)["datasets"]["data"] if row["front"]} == {"#1", "#2"}
-    assert column(report.tables[0], "best in loss against") == ["memory", "memory and time", "time"]
+    assert column(report.tables[0], "Pareto front") == ["loss/memory", "loss/memory, loss/time", "loss/time"]
     points = next(layer for layer in memory.draw(LIGHT)["layer"] if layer["mark"]["type"] == "point")["encoding"]
     assert points["shape"]["scale"]["range"] == ["diamond", "circle"]  # not by colour alone
     assert "#0, optimizer.lr=0: loss 5; #1" in memory.alternative
@@ -77,7 +77,7 @@ def test_a_pruned_job_is_left_out_where_jobs_are_compared(tmp_path: Path) -> Non
     report = read_sweep(make_sweep(tmp_path, rows))
     assert [f.draw(LIGHT)["datasets"]["data"][0]["job"] for f in report.figures[:2]] == ["#0", "#0"]
     assert "1 of 2 jobs" in report.figures[1].caption
-    assert column(report.tables[0], "best in loss against") == ["memory and time", ""]
+    assert column(report.tables[0], "Pareto front") == ["loss/memory, loss/time", ""]
     assert {row["series"][:2] for row in report.figures[2].draw(LIGHT)["datasets"]["data"]} == {"#0", "#1"}
 
 
