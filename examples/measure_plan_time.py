@@ -13,6 +13,7 @@ parentheses. With `--check` the two plans must also be equal.
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import warnings
@@ -32,6 +33,8 @@ DEVICE = "rtx-4090"
 
 def planned(model: str, tokens: int, presets: list[str], all_blocks: bool) -> tuple[str, list[str]]:
     """Return the seconds of plans of one sequence, and each plan or the error in its place."""
+    gc.freeze()  # as the process that plans does after its imports
+    gc.disable()
     if all_blocks:
         few_blocks.LEAST = 2**30
     target, batch = device(DEVICE), torch.zeros(1, tokens, dtype=torch.int64)

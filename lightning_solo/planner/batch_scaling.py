@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -44,6 +45,15 @@ class AffineTrace:
     def predicts(self, size: int, trace: Trace) -> bool:
         """Return whether the trace of a third micro-batch has exactly the predicted events."""
         return self.at(size).log == canonical(trace.log, trace.phases)
+
+    def contains(self, size: int, trace: Trace) -> bool:
+        """Return whether a trace of another micro-batch has no allocation and no operator but predicted ones."""
+        whole = self.at(size)
+        changes, predicted = (
+            Counter((each.log.labels[storage], change) for storage, change in each.log.events)
+            for each in (trace, whole)
+        )
+        return changes <= predicted and Counter(trace.costs) <= Counter(whole.costs)
 
 
 def affine_trace(low: int, at_low: Trace, high: int, at_high: Trace) -> AffineTrace | None:

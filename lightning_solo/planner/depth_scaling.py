@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from lightning_solo.cards.footprint import Sizes
@@ -34,7 +35,8 @@ class NotRepeatedError(Exception):
     """The traces differ by more than repetitions."""
 
 
-class Period(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Period:
     """A part of the shorter sequence that is repeated.
 
     Attributes:
@@ -49,12 +51,12 @@ class Period(NamedTuple):
     repeats: int
     run: int
 
-    @property
+    @cached_property
     def half(self) -> int:
         """The number of repetitions before the inserted ones."""
         return (self.repeats + 1) // 2
 
-    @property
+    @cached_property
     def cut(self) -> int:
         """The index before which repetitions are inserted."""
         return self.start + self.half * self.width

@@ -128,8 +128,8 @@ def _on_fake_tensors(
     if known is None:
         if affine.predicts(size, trace):
             pair = min(size, low), max(size, low)
-        # a single example rarely follows from others
-        elif size > 1 or not affine.predicts(third, capture(third)):  # such as scores of all pairs of examples
+        # a single example rarely follows from others: it lacks copies, or there are scores of all pairs of examples
+        elif size > 1 or not (affine.contains(size, trace) or affine.predicts(third, capture(third))):
             trace.assumptions.append(f"memory isn't linear in the micro-batch, {ONE_SIZE}")
             return ScalableTrace(size, trace, None, FAKE)
     return ScalableTrace(size, trace, affine, FAKE, pair=pair)

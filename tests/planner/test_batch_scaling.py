@@ -21,6 +21,7 @@ from lightning_solo.planner.device import device
 from lightning_solo.planner.plan import Plan
 from lightning_solo.planner.planner import Planner
 from lightning_solo.planner.replay import Capacities
+from lightning_solo.planner.tracer import Cost
 from lightning_solo.presets.compose import compose
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.activation_checkpointing.technique import ActivationCheckpointing
@@ -55,6 +56,19 @@ def of_two(name: str, precision: str = "32-true", *, checkpointing: bool = False
     both = affine_trace(2, low, 3, high)
     assert both is not None
     return both
+
+
+@pytest.mark.parametrize("power", [1, 2], ids=["linear", "pairs of examples"])
+def test_single_example_may_lack_a_copy_but_has_no_other_sizes(power: int) -> None:
+    def traced(size: int) -> Trace:
+        sizes = [8 * size**power, *([] if size == 1 else [4 * size])]  # larger batches are copied to another layout
+        log = EventLog([(storage, each) for storage, each in enumerate(sizes)], ["activations"] * len(sizes))
+        return Trace(log, [(0, 0, "forward")], [Cost(0, each, torch.float32) for each in sizes], [])
+
+    both = affine_trace(2, traced(2), 3, traced(3))
+    assert both is not None
+    assert not both.predicts(1, traced(1))
+    assert both.contains(1, traced(1)) is (power == 1)
 
 
 # --- equal to a trace of its own ---

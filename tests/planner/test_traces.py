@@ -18,7 +18,14 @@ from lightning_solo.units import GiB
 @pytest.mark.parametrize("follows", [True, False], ids=["linear", "not linear"])
 @pytest.mark.parametrize(
     ("size", "known", "traced"),
-    [(1, None, [1, 2, 3, 4]), (2, None, [2, 3, 4]), (3, None, [3, 2, 4]), (8, None, [8, 2, 3]), (8, (2, 8), [8, 2])],
+    [
+        (1, None, [1, 2, 3, 4]),
+        (1, (2, 3), [1, 2, 3]),
+        (2, None, [2, 3, 4]),
+        (3, None, [3, 2, 4]),
+        (8, None, [8, 2, 3]),
+        (8, (2, 8), [8, 2]),
+    ],
 )
 def test_micro_batches_that_are_traced(
     size: int, known: tuple[int, int] | None, traced: list[int], follows: bool, monkeypatch: pytest.MonkeyPatch
@@ -36,12 +43,21 @@ def test_micro_batches_that_are_traced(
         predicted.append(size)
         return follows and size > 1
 
-    monkeypatch.setattr(traces, "affine_trace", lambda *pair: SimpleNamespace(predicts=predicts))
+    affine = SimpleNamespace(predicts=predicts, contains=lambda *call: False)
+    monkeypatch.setattr(traces, "affine_trace", lambda *pair: affine)
     scalable: Any = traces.scalable_trace(capture, lambda: nn.Linear(3, 2), size, 4, known)
     assert asked == traced
     assert predicted == ([] if known else [1, 4] if size == 1 else [size])
     assert (scalable.affine is not None) == (follows or known is not None)
     assert scalable.trace.size == size
+
+
+def test_example_that_only_lacks_copies_needs_no_further_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    affine = SimpleNamespace(predicts=lambda *call: False, contains=lambda *call: True)
+    monkeypatch.setattr(traces, "affine_trace", lambda *pair: affine)
+    scalable: Any = traces.scalable_trace(lambda size, **_: asked.append(size), lambda: nn.Linear(3, 2), 1, 4)
+    assert (asked, scalable.affine) == ([1, 2, 3], affine)
 
 
 def test_no_other_micro_batch_is_traced_if_one_example_does_not_fit() -> None:
