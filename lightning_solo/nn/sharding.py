@@ -55,6 +55,7 @@ def shard(
 
     _require_shardable(module)
     alone = without_shared_parameters(module, list(dict.fromkeys(blocks)))
+    _require_one_precision(module, alone)
     before = [(part, type(part), {**vars(part)}) for part in (*alone, module)]
     for block in alone:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
@@ -89,19 +90,44 @@ def _require_shardable(module: nn.Module) -> None:
             f"FSDP2 and {listed(numbers)}: a number can't be sharded; write a vector of one, such as"
             " nn.Parameter(torch.tensor([0.5])), or take the preset ddp"
         )
+    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
+    if sparse:
+        raise ConflictError(
+            f"FSDP2 and {listed(sparse)}: sparse gradients can't be sharded; write sparse=False, or take the preset ddp"
+        )
     for p in module.parameters():
         p.data = p.data.contiguous()
+
+
+def _require_one_precision(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Refuse trained parameters of several types of numbers in one group, and complex ones, by their names."""
+    names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+    inside = {p for block in blocks for p in block.parameters()}
+    groups = [[p for p in block.parameters() if p in names] for block in blocks]
+    for group in [*groups, [p for p in names if p not in inside]]:
+        others = [p for p in group if p.is_complex()] or [p for p in group if p.dtype != group[0].dtype]
+        if others:
+            types = " and ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in group))
+            raise ConflictError(
+                f"FSDP2 and {listed(names[p] for p in others)}: weights of a group that are {types} can't be sharded;"
+                " write real numbers of one precision, as torch.view_as_real gives them, or take the preset ddp"
+            )
 
 
 def share_buffers(module: nn.Module, group: Any, device: torch.device) -> None:
     """Give each process the first one's buffers, which may be random; ``device`` is what the group sends from."""
     for buffer in module.buffers():
         if type(buffer) is Tensor and buffer.layout is torch.strided and buffer.numel() and not buffer.is_meta:
-            sent = buffer.detach().contiguous().flatten().view(torch.uint8).to(device)  # any dtype
-            torch.distributed.broadcast(sent, group=group, group_src=0)
-            value = sent.to(buffer.device).view(buffer.dtype).view(buffer.shape)
-            if not torch.equal(value, buffer):  # a copy, or NaN
-                buffer.copy_(value)
+            send(buffer, group, device)
+
+
+def send(tensor: Tensor, group: Any, device: torch.device, first: int = 0) -> None:
+    """Give each process of a group the values that its process ``first`` has, of any shape and type."""
+    sent = tensor.detach().contiguous().flatten().view(torch.uint8).to(device)
+    torch.distributed.broadcast(sent, group=group, group_src=first)
+    value = sent.to(tensor.device).view(tensor.dtype).view(tensor.shape)
+    if not torch.equal(value, tensor):  # a copy, or NaN
+        tensor.copy_(value)
 
 
 def _restore(

@@ -144,7 +144,7 @@ class Peers:
         self._left, self._cleans_up = threading.Event(), threading.Event()
         self._children = getattr(launcher, "procs", [])  # Lightning's first process starts the others
         self._parent = None if os.environ.get("LOCAL_RANK", "0") == "0" else os.getppid()
-        self._key = f"lightning_solo/failure_of_run_{next(self._runs)}"
+        self.key = f"lightning_solo/failure_of_run_{next(self._runs)}"
 
     def __enter__(self) -> Peers:
         if self._parent is not None:
@@ -161,7 +161,7 @@ class Peers:
     def _watch_parent(self) -> None:
         while not self._left.wait(1.0):
             if os.getppid() != self._parent and not self._left.wait(GRACE_S):
-                self._end("the first process has ended, and so does this one, which waits for it")
+                self.end("the first process has ended, and so does this one, which waits for it")
 
     def failed(self, exception: BaseException) -> None:
         """End this process soon, unless the run ends first or all processes have failed.
@@ -173,8 +173,8 @@ class Peers:
         rank, store = torch.distributed.get_rank(), _get_default_store()
         own = first = f"rank {rank} failed first: {''.join(traceback.format_exception_only(exception)).strip()}"
         with suppress(RuntimeError):  # the process with the store has ended
-            first = store.compare_set(self._key, "", own).decode()
-            store.add(f"{self._key}/count", 1)
+            first = store.compare_set(self.key, "", own).decode()
+            store.add(f"{self.key}/count", 1)
         if isinstance(exception, RuntimeError) and not isinstance(exception, SoloError):
             cause = first if first != own else self._killed()
             if cause is not None:
@@ -203,17 +203,18 @@ class Peers:
     def _end_alone(self, exception: BaseException) -> None:
         if not self._cleans_up.wait(2 * GRACE_S):
             traceback.print_exception(exception)
-            self._end("this process has failed, and ends, since it waits for others that haven't")
+            self.end("this process has failed, and ends, since it waits for others that haven't")
 
     def _count_failures(self, store: Any, processes: int) -> None:
         """Let the process clean up if the run ends or all have failed; another thread's wait holds the store's lock."""
         while not self._left.wait(GRACE_S / 10):
             with suppress(RuntimeError):
-                if store.add(f"{self._key}/count", 0) == processes:
+                if store.add(f"{self.key}/count", 0) == processes:
                     break
         self._cleans_up.set()
 
-    def _end(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
+        """End this process with a message, also while its main thread waits."""
         print(reason, file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # the main thread may wait in a collective

@@ -21,6 +21,7 @@ from lightning_solo.seams import patches
 from lightning_solo.seams.engines import Peers, share_of_host
 from lightning_solo.seams.homes import OfEitherHome
 from lightning_solo.seams.run import Run
+from lightning_solo.seams.same_modules import SameModules
 from lightning_solo.seams.strategy import begin, run_of
 from lightning_solo.zero.checkpoint import Group, frozen_names, groups_of, load_weights
 from lightning_solo.zero.deepspeed_internals import forget_process_group
@@ -34,7 +35,7 @@ from lightning_solo.zero.process import (
     without_deprecations,
 )
 from lightning_solo.zero.refusals import (
-    ONE_OPTIMIZER,
+    one_optimizer,
     refuse_clipping_by_value,
     refuse_module,
     refuse_trainer,
@@ -71,6 +72,7 @@ class ZeroStrategy(Base):
             config=self.new_config(), exclude_frozen_parameters=self.exclude_frozen_parameters, **arguments
         )
         self.peers: Peers | None = None  # the processes of the current run
+        self._same: SameModules | None = None
         self._opened_group: bool | None = None  # False: the user opened the process group
         self._stack = ExitStack()
         self._run: EngineRun | None = None
@@ -102,6 +104,7 @@ class ZeroStrategy(Base):
             "_clipped": False,
             "_stack": ExitStack(),
             "peers": None,
+            "_same": None,
         }
 
     # --- the processes ---
@@ -194,7 +197,7 @@ class ZeroStrategy(Base):
 
     def _leave(self) -> None:
         """Destroy the engine and close the process group. A second call does nothing."""
-        run, self._run = self._run, None
+        run, self._run, self._same = self._run, None, None
         try:
             if run is not None:
                 self.model = self.lightning_module
@@ -241,6 +244,9 @@ class ZeroStrategy(Base):
         # Under DeepSpeed Lightning's clipping silently does nothing.
         run.undo.enter_context(patches.clipping(precision, lambda _: self.clip_gradients))
         super().setup(trainer)
+        if trainer.training and self.peers is not None:
+            advice = "write the preset fsdp in its place, with strategy.find_unused_parameters=true"
+            self._same = self._stack.enter_context(SameModules(trainer.lightning_module, trainer, advice, self.peers))
 
     def init_deepspeed(self) -> None:
         """Make the engine, without the parent's warning that it can't clip gradients."""
@@ -268,7 +274,9 @@ class ZeroStrategy(Base):
             # Lightning advises to optimize manually, which is refused too.
             if "multiple optimizers" not in str(error):
                 raise
-            raise ConflictError(f"strategy={self.name} steps one optimizer, not several; {ONE_OPTIMIZER}") from None
+            raise ConflictError(
+                f"strategy={self.name} steps one optimizer, not several; {one_optimizer(self.name)}"
+            ) from None
         return the_optimizer(optimizers, self.name), configs
 
     # --- the step ---
@@ -279,6 +287,8 @@ class ZeroStrategy(Base):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the engine's backward. Lightning has already divided the loss by the accumulation factor."""
+        if self._same is not None:
+            self._same.compare()
         kwargs["scale_wrt_gas"] = False
         loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         self._training.after_backward()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_solo.errors import listed
 from lightning_solo.zero.deepspeed_internals import is_partitioned
 from lightning_solo.zero.engine import gathered
 from lightning_solo.zero.states import ParameterStates, read, write
@@ -56,8 +57,8 @@ class OutsideChanges:
         lost = [p for p, value in first.items() if p in before and torch.equal(value, before[p].to(value.dtype))]
         if lost:
             warnings.warn(
-                f"zero_offload: {len(lost)} parameters ({', '.join(self._names[p] for p in lost[:3])}) were changed in"
-                " place and are as before. At stage 3 they are empty outside of the forward pass; write with"
-                " deepspeed.zero.GatheredParameters(parameters, modifier_rank=0): around the change, or it is lost",
+                f"{listed(self._names[p] for p in lost)}: changed in place, and as before. At ZeRO's stage 3 parameters"
+                " are empty outside of the forward pass, and the change is lost; write with"
+                " deepspeed.zero.GatheredParameters(parameters, modifier_rank=0): around it, or strategy.stage=2",
                 stacklevel=2,
             )

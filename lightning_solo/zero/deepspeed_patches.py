@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_solo.attributes import replaced
+from lightning_solo.nn.sharding import send
 from lightning_solo.zero.deepspeed_internals import (
     is_deepspeeds,
     release_weight_buffers,
@@ -39,33 +40,43 @@ def nothing_compiled_for_communication() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def nothing_broadcast() -> Iterator[None]:
-    """Skip the engine's broadcast of its weights, since there is no other process.
+def flat_broadcasts() -> Iterator[None]:
+    """Send weights from one process to the others as flat bytes; a single process sends nothing.
 
     Fault: The broadcast views a tensor as bytes, which fails for a scalar parameter, such as CLIP's ``logit_scale``: at
         stage 2 when the engine is made, at stage 3 in ``zero.Init`` and at the end of ``GatheredParameters``.
     Seen: 0.19.8.
     Undone: on leaving the context.
-    Test: tests/zero/test_engine.py::test_a_scalar_parameter_is_trained
+    Test: tests/zero/test_engine.py::test_a_scalar_parameter_is_trained, tests/engines/test_modules.py
     """
     weights = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     leave = weights.GatheredParameters._exit
 
+    def shared(parameters: Iterable[Any], first: int = 0) -> None:
+        if torch.distributed.get_world_size() > 1:
+            for p in parameters:
+                send(p.data, torch.distributed.group.WORLD, p.device, first)
+
     def take_over(init: Any, parameter: Any) -> None:
         init._convert_to_deepspeed_param(parameter)
+        shared([parameter])
         parameter.partition()
 
     def leave_changed(gathered: Any, *error: Any) -> None:
         if gathered.src_rank is None:
             leave(gathered, *error)
             return
+        shared(gathered.params, gathered.src_rank)
         changed = gathered._params_to_partition()
         gathered._record_deferred_updates(changed)
         gathered._partition_params(changed, has_been_updated=True)
 
+    def whole(engine: Any) -> list[Any]:
+        return [p for p in engine.module.parameters() if not hasattr(p, "ds_status")]
+
     with ExitStack() as undo:
-        undo.enter_context(replaced(engine, "_broadcast_model", lambda _: None))
+        undo.enter_context(replaced(engine, "_broadcast_model", lambda engine: shared(whole(engine))))
         undo.enter_context(replaced(weights.Init, "_zero_init_param", take_over))
         undo.enter_context(replaced(weights.GatheredParameters, "_exit", leave_changed))
         yield

@@ -8,12 +8,26 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_solo.errors import ConflictError, NothingToDoError
+from lightning_solo.errors import ConflictError, NothingToDoError, listed
 
-ONE_OPTIMIZER = (
-    "write one with several parameter groups; several, as of a GAN, are trained with manual optimization by the preset"
-    " host_states, which keeps fp32 states of AdamW or Adam on the host, or by compact_host, whose states have 8 bits"
-)
+
+def without(strategy: str) -> str:
+    """Return the preset that trains without ZeRO on as many devices."""
+    return "the preset ddp" if strategy == "zero3" else "the preset baseline"
+
+
+def one_optimizer(strategy: str) -> str:
+    """Return what to write in place of several optimizers."""
+    instead = (
+        f"{without(strategy)} with strategy.find_unused_parameters=true"
+        if strategy == "zero3"
+        else "the preset host_states, which keeps fp32 states of AdamW or Adam on the host, or by compact_host, whose"
+        " states have 8 bits"
+    )
+    return (
+        "write one with several parameter groups; several, as of a GAN, are trained with manual optimization by"
+        f" {instead}"
+    )
 
 
 def refuse_trainer(trainer: Any, strategy: str) -> None:
@@ -45,11 +59,21 @@ def refuse_clipping_by_value(clip_val: float | None, algorithm: Any, strategy: s
 
 
 def refuse_module(module: nn.Module, stage: int, strategy: str) -> None:
-    """Refuse a module that stage 3 can't run.
+    """Refuse a module that the engine, or its stage 3, can't run.
 
     Raises:
-        ConflictError: a part was wrapped by ``torch.compile``.
+        ConflictError: a part has complex weights or sparse gradients, or was wrapped by ``torch.compile``.
     """
+    if numbers := [name for name, p in module.named_parameters() if p.is_complex()]:
+        raise ConflictError(
+            f"strategy={strategy} and {listed(numbers)}: DeepSpeed casts complex weights to real ones; write real ones,"
+            f" as torch.view_as_real gives them, or take {without(strategy)}"
+        )
+    if sparse := [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]:
+        raise ConflictError(
+            f"strategy={strategy} and {listed(sparse)}: ZeRO has no sparse gradients; write sparse=False, or take"
+            f" {without(strategy)}"
+        )
     wrapped = [name for name, part in module.named_modules() if hasattr(part, "_orig_mod")]
     if stage == 3 and wrapped:
         name = wrapped[0]
@@ -68,7 +92,8 @@ def the_optimizer(optimizers: Sequence[Optimizer], strategy: str) -> Optimizer:
     """
     if len(optimizers) != 1:
         raise ConflictError(
-            f"strategy={strategy} steps one optimizer, configure_optimizers returned {len(optimizers)}; {ONE_OPTIMIZER}"
+            f"strategy={strategy} steps one optimizer, configure_optimizers returned {len(optimizers)};"
+            f" {one_optimizer(strategy)}"
         )
     optimizer = optimizers[0]
     # Lightning replaces a missing optimizer by one without groups.

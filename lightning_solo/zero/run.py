@@ -36,8 +36,8 @@ from lightning_solo.zero.deepspeed_internals import (
 )
 from lightning_solo.zero.deepspeed_patches import (
     fetched_for_the_outermost_call,
+    flat_broadcasts,
     linear_saves_the_parameter,
-    nothing_broadcast,
     statistics_in_fp32,
 )
 from lightning_solo.zero.engine import make_engine, weights_of
@@ -95,8 +95,7 @@ class EngineRun:
 
     def _make_engine(self, config: Mapping[str, Any], optimizer: Optimizer | None) -> Any:
         stage_3 = config.get("zero_optimization", {}).get("stage") == 3
-        if torch.distributed.get_world_size() == 1:
-            self._stack.enter_context(nothing_broadcast())
+        self._stack.enter_context(flat_broadcasts())
         self._stack.enter_context(statistics_in_fp32())
         if stage_3:
             self._stack.enter_context(linear_saves_the_parameter())

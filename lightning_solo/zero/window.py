@@ -7,10 +7,12 @@ added to that of the last window. Here both are set to zero, which is the gradie
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_solo.errors import listed
 from lightning_solo.zero.deepspeed_internals import accumulated_gradient, zero_gradients
 
 
@@ -18,7 +20,9 @@ class GradientWindow:
     """The micro-batches between two optimizer steps of the engine of one module."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self._names: dict[Tensor, str] = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        self.parameters = list(self._names)
+        self._warned = False
         self.micro_batches = 0
         self._used: set[Tensor] = set()
         hook: Any = Tensor.register_post_accumulate_grad_hook
@@ -35,8 +39,15 @@ class GradientWindow:
 
     def before_step(self, zero: Any) -> None:
         """Zero the gradients of the parameters that the window didn't use, and end the window."""
-        if unused := set(self.unused()):
-            zero_gradients(zero, unused)
+        if unused := self.unused():
+            zero_gradients(zero, set(unused))
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{listed(self._names[p] for p in unused)}: not used by a step. Under ZeRO the gradients are zero,"
+                    " so that momentum and weight decay still change them, and plain training leaves them alone",
+                    stacklevel=2,
+                )
         self._used.clear()
         self.micro_batches = 0
 

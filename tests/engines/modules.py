@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate, mse_loss, silu
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.engines.processes import AtEnd, trained
+from tests.engines.processes import ENGINES, AtEnd, rank, trained
 
 ROWS, BATCH, WORDS = 24, 8, 64
 Loss = Callable[..., Tensor]
@@ -200,6 +200,20 @@ class Masked(nn.Module):
         return x
 
 
+class Skipping(nn.Module):
+    """A perceptron of which the second process leaves out a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != 1 or rank() == 0:
+                x = x + layer(x).tanh()
+        return x
+
+
 class Adversarial(L.LightningModule):
     """A generator and a discriminator with an optimizer each."""
 
@@ -376,6 +390,18 @@ def fit(name: str, folder: Path, preset: Any, devices: int) -> dict[str, Any]:
     end = AtEnd(folder / f"{name}.ckpt")
     _, losses = trained(preset, folder, devices=devices, module=module, batches=batches, callbacks=[end])
     return {"losses": losses, "weights": end.weights}
+
+
+def under_stage(folder: Path, stage: str, name: str) -> dict[str, Any]:
+    """Train a module under a stage of ZeRO."""
+    return fit(name, folder, {"strategy": ENGINES[f"zero{stage}"]}, 2)
+
+
+def skipping(folder: Path, engine: str) -> dict[str, Any]:
+    """Train a module of which one process leaves out a layer."""
+    module = Trained(Skipping(), lambda net, x: mse_loss(net(x), x.flip(1)))
+    batches = DataLoader(TensorDataset(torch.randn(ROWS, 16)), batch_size=BATCH // 2)
+    return {"losses": trained({"strategy": ENGINES[engine]}, folder, module=module, batches=batches)[1]}
 
 
 def under(folder: Path, preset: str, *names: str) -> dict[str, Any]:

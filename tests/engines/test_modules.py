@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engines.modules import BUILDERS, fit
-from tests.engines.processes import run
+from tests.engines.processes import run, started
 from tests.messages import mentions
 
 TOLERANCE = 1e-5
@@ -34,3 +34,21 @@ def test_each_module_trains_under_fsdp_as_in_one_process(tmp_path: Path) -> None
         assert result["weights"].keys() == expected["weights"].keys()
         for key, value in expected["weights"].items():
             torch.testing.assert_close(result["weights"][key], value, rtol=0, atol=TOLERANCE, msg=f"{name} {key}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_parameter_that_is_a_number_trains_under_zero3_as_in_one_process(stage: str, tmp_path: Path) -> None:
+    result = run("modules:under_stage", tmp_path, stage, "scalar")
+    expected = fit("scalar", tmp_path, "baseline", 1)
+    assert result["losses"] == pytest.approx(expected["losses"], rel=0, abs=TOLERANCE)
+    for key, value in expected["weights"].items():
+        torch.testing.assert_close(result["weights"][key], value, rtol=0, atol=TOLERANCE, msg=key)
+    assert expected["weights"]["net.scale"] != 0.5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["fsdp", "zero2", "zero3"])
+def test_a_layer_that_one_process_leaves_out_is_named_within_a_minute(engine: str, tmp_path: Path) -> None:
+    output = started("modules:skipping", tmp_path, engine, limit_s=300)
+    assert re.search(mentions("rank 0 ran net.layers.1; rank 1 ran no other", "find_unused_parameters=true"), output)

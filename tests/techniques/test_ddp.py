@@ -55,7 +55,7 @@ def test_a_process_that_failed_alone_ends_although_its_cleaning_up_waits_in_the_
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
     monkeypatch.setattr(engines, "_get_default_store", lambda: store)
     monkeypatch.setattr(engines, "GRACE_S", 0.2)
-    monkeypatch.setattr(Peers, "_end", lambda self, reason: ended.set())
+    monkeypatch.setattr(Peers, "end", lambda self, reason: ended.set())
     with Peers() as peers:
         for _ in range(fails):  # 2: of both processes
             peers.failed(ValueError("a failure"))
@@ -94,3 +94,15 @@ def test_devices_of_preset_and_trainer_must_agree(tmp_path: Path) -> None:
     assert solo.trainer({"devices": "2", **QUIET}, "ddp", ["devices=2"]).num_devices == 2
     with pytest.raises(ConflictError, match=mentions("trainer.devices=2", "['ddp', 'bf16']")):
         solo.trainer({"devices": 2, **QUIET}, "bf16")
+
+
+def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
+    module = regression(L, Stack(blocks=2))
+    module.spare = torch.nn.Linear(3, 3)
+    with pytest.raises(
+        RuntimeError, match=mentions("spare.weight, spare.bias", "strategy.find_unused_parameters=true")
+    ):
+        fitted("ddp", tmp_path, module, devices=1, accumulate_grad_batches=1)
+    module = regression(L, Stack(blocks=2))
+    module.spare = torch.nn.Linear(3, 3)
+    fitted("ddp", tmp_path, module, ["strategy.find_unused_parameters=true"], devices=1, accumulate_grad_batches=1)

@@ -180,6 +180,22 @@ def test_a_parameter_that_is_a_number_is_refused_by_name(mesh: Any) -> None:
         shard(module, mesh, module.blocks)
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.EmbeddingBag(8, 4, sparse=True), ("more", "sparse=False")),
+        (lambda: nn.ParameterList([torch.ones(4, dtype=torch.cfloat)]), ("more.0", "complex64", "view_as_real")),
+        (lambda: nn.Linear(4, 4, dtype=torch.bfloat16), ("more.weight, more.bias", "float32 and bfloat16")),
+    ],
+    ids=["sparse", "complex", "two precisions"],
+)
+def test_what_fsdp2_cant_shard_is_refused_by_name(make: Any, words: tuple[str, ...], mesh: Any) -> None:
+    module = Stack(blocks=2)
+    module.more = make()
+    with pytest.raises(ConflictError, match=mentions("FSDP2", *words, "the preset ddp")):
+        shard(module, mesh, module.blocks)
+
+
 def transposed() -> Any:
     """Return a module with a weight that isn't stored row by row."""
     torch.manual_seed(1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from lightning_solo.cards.settings import TechniqueSettings
+from lightning_solo.errors import listed
 from lightning_solo.seams.engines import SeveralDevices
 from lightning_solo.techniques.ddp.card import Settings
 
@@ -49,8 +51,12 @@ class DataParallelStrategy(Base, Settings):
             super().setup_distributed()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Say how parameters without a gradient can be allowed."""
+        """Name the parameters without a gradient, and say how they can be allowed."""
         if "Expected to have finished reduction in the prior iteration" in str(exception):
+            assert self.lightning_module is not None
+            trained = [name for name, p in self.lightning_module.named_parameters() if p.requires_grad]
+            indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(exception))
+            names = listed(trained[int(index)] for index in indices[1].split()) if indices else "a parameter"
             exception.args = (
-                f"{exception}\nA parameter that is trained got no gradient; write strategy.find_unused_parameters=true",
+                f"{exception}\n{names}: trained, and got no gradient; write strategy.find_unused_parameters=true",
             )

@@ -18,6 +18,7 @@ from lightning_solo.optim.sharded_states import gathered_states, load_states, re
 from lightning_solo.seams import patches
 from lightning_solo.seams.engines import SeveralDevices
 from lightning_solo.seams.homes import part
+from lightning_solo.seams.same_modules import SameModules
 from lightning_solo.techniques.fsdp.card import Settings
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class ShardedStrategy(Base, Settings):
     def _init_state(self) -> None:
         self.settings = Settings.from_settings(self)
         self._restore: Callable[[], Any] | None = None
+        self._same: SameModules | None = None
         self._from_shards = False  # whether the last checkpoint that was read is a folder
         super(TechniqueSettings, self).__init__(  # type: ignore[call-arg]
             save_distributed_checkpoint=self.checkpoint == "folder",
@@ -63,7 +65,7 @@ class ShardedStrategy(Base, Settings):
         state = super().__getstate__()
         if self._restore is not None:
             state |= {"_lightning_module": None, "_model": None, "_optimizers": [], "lr_scheduler_configs": []}
-        return state | {"_restore": None, "_device_mesh": None}
+        return state | {"_restore": None, "_device_mesh": None, "_same": None}
 
     @property
     def _module(self) -> Any:
@@ -94,6 +96,17 @@ class ShardedStrategy(Base, Settings):
         with patches.configures_its_model(module):
             super().setup(trainer)
         require_sharded(module)  # optimizers may have made others
+        if trainer.training and not self.is_alone and not self.find_unused_parameters:
+            assert self._stack is not None
+            assert self.peers is not None  # of setup_environment, both
+            advice = "write strategy.find_unused_parameters=true"
+            self._same = self._stack.enter_context(SameModules(module, trainer, advice, self.peers))
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run backward, once all processes have run the same modules."""
+        if self._same is not None:
+            self._same.compare()
+        return super().backward(*args, **kwargs)
 
     def before_processes(self, trainer: Any) -> None:
         """Refuse a fit for what Trainer and module tell before the other processes start.
@@ -136,6 +149,7 @@ class ShardedStrategy(Base, Settings):
     def teardown(self) -> None:
         """Make the module plain again."""
         self.make_whole()
+        self._same = None
         self._device_mesh = self._module._device_mesh = None  # Lightning's, for `configure_model`
         super().teardown()
 

@@ -1,0 +1,138 @@
+"""Finds processes whose forward runs other modules than that of others, before they train wrong weights or hang."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lightning_solo.errors import ConflictError, listed
+from lightning_solo.seams.engines import Peers
+
+STALL_S = 15.0
+"""Seconds without a new module after which a process compares what it has run with the others."""
+BACKWARD = "backward"
+
+
+class SameModules:
+    """The modules with weights that a batch's forward has run, in this process and in the others.
+
+    An engine that gathers or reduces weights module by module waits for the same module in all processes, or takes
+    another's weights. What they ran is compared before backward. If a process never gets there, since it waits in
+    forward, a thread compares. Both use the group's store, since collectives may be out of step.
+
+    Args:
+        module: whose modules are watched, with hooks.
+        trainer: of the run.
+        advice: what to write if processes differ.
+        peers: the processes of the run.
+    """
+
+    def __init__(self, module: nn.Module, trainer: Any, advice: str, peers: Peers) -> None:
+        self._module, self._trainer, self._advice, self._peers = module, trainer, advice, peers
+        self._store = _get_default_store()
+        self._rank, self._processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._ran: dict[str, None] = {}  # in the order in which they ran first
+        self._current = self._compared = -1  # numbers of batches
+        self._moved = time.monotonic()
+        self._left = threading.Event()
+        parts = [(name, part) for name, part in module.named_modules() if name and list(part.parameters(recurse=False))]
+        # before an engine's own hook, which waits
+        self._hooks = [part.register_forward_pre_hook(self._recorder(name), prepend=True) for name, part in parts]
+
+    def __enter__(self) -> SameModules:
+        threading.Thread(target=self._watch, name="same modules", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _batch(self) -> int:
+        number: int = self._trainer.fit_loop.epoch_loop.total_batch_idx
+        return number
+
+    def _recorder(self, name: str) -> Callable[..., None]:
+        def ran(*_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            if self._module.training and (batch := self._batch()) != self._compared:  # else it is recomputed
+                if batch != self._current:
+                    self._ran, self._current = {}, batch
+                self._ran[name] = None
+                self._moved = time.monotonic()
+
+        return ran
+
+    def compare(self) -> None:
+        """Compare a batch's modules between processes, before its first backward. All must call it.
+
+        Raises:
+            ConflictError: they differ; names modules and processes.
+        """
+        if self._batch() == self._compared:
+            return
+        names, self._compared = list(self._ran), self._batch()
+        self._ran[BACKWARD] = None
+        own = [self._compared, hashlib.sha256(json.dumps(names).encode()).hexdigest()]
+        # A process that is ahead by a batch has the other slot, and waits there.
+        each = self._exchanged(f"digest {self._compared % 2}", own)
+        if any(one != own for one in each):
+            lists = self._exchanged("modules", [self._compared, [*names, BACKWARD]])
+            raise ConflictError(self._told(lists))
+        self._ran = {}
+
+    def _exchanged(self, what: str, own: list[Any]) -> list[Any]:
+        """Return the value of each process for this batch, or a later one."""
+        self._store.set(f"{self._peers.key}/{what}/{self._rank}", json.dumps(own))
+        pause, latest = 1e-4, time.monotonic() + self._trainer.strategy.timeout_s
+        while (each := self._values(what)) is None or min(batch for batch, _ in each) < own[0]:
+            if time.monotonic() > latest or self._store.check([self._peers.key]):  # which a failure sets
+                raise RuntimeError(f"not all processes have come to the backward of batch {own[0]}")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+        return each
+
+    def _values(self, what: str) -> list[Any] | None:
+        keys = [f"{self._peers.key}/{what}/{rank}" for rank in range(self._processes)]
+        return [json.loads(self._store.get(key)) for key in keys] if self._store.check(keys) else None
+
+    def _told(self, lists: list[tuple[int, list[str]]]) -> str:
+        if len({batch for batch, _ in lists}) > 1:
+            by_rank = "; ".join(f"batch {batch} on rank {rank}" for rank, (batch, _) in enumerate(lists))
+            return (
+                f"backward is that of different batches: {by_rank}; write a training_step that returns a loss in all"
+                " processes, or None in all"
+            )
+        common = set.intersection(*(set(names) for _, names in lists)) | {BACKWARD}
+        others = [[name for name in names if name not in common] for _, names in lists]
+        by_rank = "; ".join(f"rank {rank} ran {listed(names) or 'no other'}" for rank, names in enumerate(others))
+        return f"forward runs other modules in some processes than in others: {by_rank}; {self._advice}"
+
+    def _watch(self) -> None:
+        while not self._left.wait(STALL_S / 10):
+            if self._ran and time.monotonic() - self._moved > STALL_S:
+                with suppress(RuntimeError):  # the process with the store has ended
+                    own = json.dumps([self._current, list(self._ran)])
+                    self._store.set(f"{self._peers.key}/modules/{self._rank}", own)
+                    each = self._values("modules")
+                    if each is not None and _differ(each):
+                        self._left.wait(STALL_S / 5)  # for the others to see it
+                        self._peers.end(self._told(each))
+
+
+def _differ(lists: list[tuple[int, list[str]]]) -> bool:
+    """Return whether processes can't go on: not if some are only slow, so that they have run less of the same."""
+    if len({batch for batch, _ in lists}) > 1:
+        return all(BACKWARD in names for _, names in lists)
+    longest = max((names for _, names in lists), key=len)
+    return any(longest[: len(names)] != names for _, names in lists)
