@@ -13,16 +13,16 @@ from lightning_solo.errors import ConflictError, NothingToDoError, listed
 
 def without(strategy: str) -> str:
     """Return the preset that trains without ZeRO on as many devices."""
-    return "the preset ddp" if strategy == "zero3" else "the preset baseline"
+    return "the preset baseline" if strategy == "zero_offload" else "the preset ddp"
 
 
 def one_optimizer(strategy: str) -> str:
     """Return what to write in place of several optimizers."""
     instead = (
-        f"{without(strategy)} with strategy.find_unused_parameters=true"
-        if strategy == "zero3"
-        else "the preset host_states, which keeps fp32 states of AdamW or Adam on the host, or by compact_host, whose"
-        " states have 8 bits"
+        "the preset host_states, which keeps fp32 states of AdamW or Adam on the host, or by compact_host, whose states"
+        " have 8 bits"
+        if strategy == "zero_offload"
+        else f"{without(strategy)} with strategy.find_unused_parameters=true"
     )
     return (
         "write one with several parameter groups; several, as of a GAN, are trained with manual optimization by"
