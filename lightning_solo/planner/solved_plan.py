@@ -310,6 +310,8 @@ class _Solver:
         movables: dict[str, Movable] = {}
         for part in traces.keys() & PASSES.keys() if RECOMPUTE in tables else ():
             size = traces[part].host_bytes
+            if not size:  # of parameters that are too small to leave
+                continue
             self._slabs = size if part == WEIGHTS else self._slabs
             gone = tables[RECOMPUTE].base - self._table(traces[part]).base
             movable = Movable(size, max(0, size - gone), self._passes(part))

@@ -383,6 +383,11 @@ def traced(make: Callable[[], Any], batch: Any, preset: str) -> Problem:
     return _Solver(planner, Bases({preset: compose(preset)}), compose(preset))._problem()
 
 
+def test_states_that_are_too_small_to_leave_the_device_are_no_choice() -> None:
+    problem = traced(partial(Uneven, (32, 48)), torch.zeros(64, 64), "compact")
+    assert [*problem.movables] == ["weight_budget"]
+
+
 @pytest.fixture(scope="module")
 def problems() -> dict[str, Problem]:
     gpt = partial(ByteGPT, width=128, depth=12, heads=2, context=64, warmup_steps=2)
