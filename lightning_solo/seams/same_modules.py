@@ -99,7 +99,7 @@ class SameModules:
             if time.monotonic() > latest or self._store.check([self._peers.key]):  # which a failure sets
                 raise RuntimeError(f"not all processes have come to the backward of batch {own[0]}")
             time.sleep(pause)
-            pause = min(2 * pause, 0.02)
+            pause = min(2 * pause, 2e-3)
         return each
 
     def _values(self, what: str) -> list[Any] | None:
