@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 from collections import Counter
@@ -15,10 +16,12 @@ import pytest
 from lightning_solo.cards.arguments import parameters_of
 from lightning_solo.cards.card import Card
 from lightning_solo.cards.catalogue import built_in_cards
+from lightning_solo.cards.engines import ENGINES
 from lightning_solo.cli import COMMANDS
 from lightning_solo.cli.command_line import check_command_line
 from lightning_solo.errors import SoloError
 from lightning_solo.presets.compose import compose
+from lightning_solo.presets.files import preset_files
 from lightning_solo.presets.overrides import parse_override
 from lightning_solo.presets.parse import PRECISIONS
 from lightning_solo.presets.spelling import on_command_line
@@ -236,6 +239,13 @@ def test_all_conflicts_of_combined_presets_come_at_once_with_what_solves_them(
     assert set(dropped) == set(names[:2])
     for name in dropped:
         assert refusal([each for each in names if each != name], []) is None
+
+
+@pytest.mark.parametrize("name", [name for name in preset_files() if name not in ENGINES])
+def test_a_preset_for_one_device_names_an_accepted_combination(name: str) -> None:
+    example = re.search(r"such as (\[.*\])$", compose(name).one_device("devices=2"))
+    assert example is not None
+    assert compose(ast.literal_eval(example[1])).engine == "ddp"
 
 
 def test_a_single_preset_names_all_conflicts_and_the_command_line_its_presets() -> None:

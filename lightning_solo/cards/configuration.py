@@ -102,7 +102,9 @@ class Configuration:
         """Return the message for several devices that are ``given`` to a preset for one."""
         what = f"strategy={self.strategy.card.name}" if isinstance(self.strategy, Chosen) else "a preset without engine"
         drop = "" if self.strategy is None else " in place of its strategy"
-        combines = self.preset and self.strategy is None and not any(self.under_engine(ENGINES[0]))
+        combines = (
+            self.preset and self.auto is None and self.strategy is None and not any(self.under_engine(ENGINES[0]))
+        )
         names = [ENGINES[0], *(self.preset.strip("[]").split(",") if combines else ["bf16"])]
         return (
             f"{given}: {what} trains on one device; write devices=1, or for several devices add the preset ddp, fsdp or"

@@ -101,6 +101,15 @@ class SeveralDevices(OfEitherHome):
         self._stack.enter_context(share_of_host(this.num_processes))
         super().setup_environment()  # type: ignore[misc]
 
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes; after the end of another, as when a checkpoint is saved then, the error names it."""
+        try:
+            super().barrier(name)  # type: ignore[misc]
+        except RuntimeError as error:
+            if self.peers is not None:
+                self.peers.name_cause(error)
+            raise
+
     def open_alone(self, backend: str) -> None:
         """Open a process group of this process, unless there is one."""
         assert self._stack is not None  # of setup_environment
@@ -144,6 +153,7 @@ class Peers:
         self._left, self._cleans_up = threading.Event(), threading.Event()
         self._children = getattr(launcher, "procs", [])  # Lightning's first process starts the others
         self._parent = None if os.environ.get("LOCAL_RANK", "0") == "0" else os.getppid()
+        self._cause: str | None = None  # the failure of another process from which this one's follows
         self.key = f"lightning_solo/failure_of_run_{next(self._runs)}"
 
     def __enter__(self) -> Peers:
@@ -176,11 +186,15 @@ class Peers:
             first = store.compare_set(self.key, "", own).decode()
             store.add(f"{self.key}/count", 1)
         if isinstance(exception, RuntimeError) and not isinstance(exception, SoloError):
-            cause = first if first != own else self._killed()
-            if cause is not None:
-                exception.args = (f"{cause}\n{exception}",)
+            self._cause = first if first != own else self._killed()
+            self.name_cause(exception)
         self._start(self._end_alone, exception)
         self._start(self._count_failures, store, torch.distributed.get_world_size())
+
+    def name_cause(self, exception: BaseException) -> None:
+        """Begin an error's message with the failure of another process from which it follows, if that is known."""
+        if self._cause is not None:
+            exception.args = (f"{self._cause}\n{exception}",)
 
     def _killed(self) -> str | None:
         """Return which other process of this machine has ended without an error of its own, after a wait of a second.

@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from torch.distributed import DistStoreError, TCPStore
+from torch.distributed import DistStoreError, HashStore, TCPStore
 
 import lightning_solo as solo
 from lightning_solo.errors import ConflictError
@@ -68,6 +68,26 @@ def test_a_process_that_failed_alone_ends_although_its_cleaning_up_waits_in_the_
         assert waiting.is_alive()
         TCPStore("127.0.0.1", store.port, is_master=False).set("never", "now")
         waiting.join()
+
+
+def test_a_save_after_the_failure_of_another_process_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, strategy = HashStore(), DataParallelStrategy()
+    for name, value in {"is_initialized": True, "get_world_size": 2, "get_rank": 0, "get_backend": "gloo"}.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    monkeypatch.setattr(engines, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "barrier", _reset)
+    with Peers() as peers:
+        strategy.peers = peers
+        with pytest.raises(RuntimeError, match=r"^reset$"):
+            strategy.barrier()
+        store.set(peers.key, "rank 1 failed first")
+        peers.failed(RuntimeError("reset"))
+        with pytest.raises(RuntimeError, match=r"^rank 1 failed first\nreset$"):
+            strategy.barrier("Trainer.save_checkpoint")
+
+
+def _reset() -> None:
+    raise RuntimeError("reset")
 
 
 def _wait_in(store: TCPStore) -> None:
