@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -318,6 +319,16 @@ class ZeroStrategy(Base):
         self._clipped = False
         self._training.step()
         return result
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Say that there is no autocast where types of numbers differ."""
+        super().on_exception(exception)
+        dtype = patches.weights_dtype(self.precision_plugin)
+        if dtype.itemsize == 2 and re.search(r"same dtype|expected scalar type|should be the same", str(exception)):
+            exception.args = (
+                f"{exception}\nstrategy={self.name} has weights in {dtype} and no autocast; write x.to(self.dtype)"
+                " where the module makes a tensor x itself, or precision=32-true",
+            )
 
     # --- checkpoints ---
 
