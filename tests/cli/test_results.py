@@ -35,7 +35,7 @@ def test_overrides_are_whole_at_any_width(
     make_sweep(tmp_path, [make_row(0, overrides=OVERRIDES), make_row(1)])
     for width in range(90, 200, 10):
         words = " ".join(shown(tmp_path, width, capsys, monkeypatch)).split()
-        assert {"optimizer.lr=0.0008311", "optimizer.betas=[0.9,0.999]", "optimizer.lr=1", "memory"} <= set(words)
+        assert {"optimizer.lr=0.0008311", "optimizer.betas=[0.9,0.999]", "optimizer.lr=1", "loss/memory,"} <= set(words)
     *jobs, same = shown(tmp_path, 90, capsys, monkeypatch)[3:]
     assert jobs == ["#0 optimizer.lr=0.0008311 optimizer.betas=[0.9,0.999]", "#1 optimizer.lr=1"]
     assert same.endswith(": model.width=8")
