@@ -31,8 +31,8 @@ def shard(
 ) -> Callable[[], Mapping[Tensor, nn.Parameter]]:
     """Shard each block's parameters over a mesh, then all others of the module as one group.
 
-    A block with a parameter that is used outside of it too stays in the module's group. Buffers become those of the
-    first process.
+    A block with a parameter that is used outside of it too stays in the module's group. Weights and buffers become
+    those of the first process.
 
     Args:
         module: becomes a `torch.distributed.fsdp.FSDPModule`, as its blocks do.
@@ -57,12 +57,15 @@ def shard(
     alone = without_shared_parameters(module, list(dict.fromkeys(blocks)))
     _require_one_precision(module, alone)
     before = [(part, type(part), {**vars(part)}) for part in (*alone, module)]
+    group, device = mesh.get_group(), torch.device(mesh.device_type)
+    for p in module.parameters():
+        send(p.data, group, device)
+    share_buffers(module, group, device)
     for block in alone:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(module, mesh=mesh)
     if find_unused_parameters:
         cast(FSDPModule, module).set_reduce_scatter_unused_params(True)  # and its parts
-    share_buffers(module, mesh.get_group(), torch.device(mesh.device_type))
     for name in forward_methods:
         register_fsdp_forward_method(module, name)
     require_sharded(module)
@@ -117,17 +120,19 @@ def _require_one_precision(module: nn.Module, blocks: Sequence[nn.Module]) -> No
 def share_buffers(module: nn.Module, group: Any, device: torch.device) -> None:
     """Give each process the first one's buffers, which may be random; ``device`` is what the group sends from."""
     for buffer in module.buffers():
-        if type(buffer) is Tensor and buffer.layout is torch.strided and buffer.numel() and not buffer.is_meta:
-            send(buffer, group, device)
+        send(buffer, group, device)
 
 
 def send(tensor: Tensor, group: Any, device: torch.device, first: int = 0) -> None:
-    """Give each process of a group the values that its process ``first`` has, of any shape and type."""
+    """Give each process of a group the values that its process ``first`` has, of any shape and type of numbers."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
+        return
     sent = tensor.detach().contiguous().flatten().view(torch.uint8).to(device)
     torch.distributed.broadcast(sent, group=group, group_src=first)
-    value = sent.to(tensor.device).view(tensor.dtype).view(tensor.shape)
-    if not torch.equal(value, tensor):  # a copy, or NaN
-        tensor.copy_(value)
+    if torch.distributed.get_rank(group) != first:
+        value = sent.to(tensor.device).view(tensor.dtype).view(tensor.shape)
+        if not torch.equal(value, tensor):  # a copy, or NaN
+            tensor.copy_(value)
 
 
 def _restore(

@@ -397,6 +397,17 @@ def under_stage(folder: Path, stage: str, name: str) -> dict[str, Any]:
     return fit(name, folder, {"strategy": ENGINES[f"zero{stage}"]}, 2)
 
 
+def seeded(folder: Path, engine: str) -> dict[str, Any]:
+    """Train a module whose weights are random in each process."""
+    data = torch.randn(ROWS, 16, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(rank())
+    module = Trained(Unused(), lambda net, x: mse_loss(net(x), x.flip(1)))
+    batches = DataLoader(TensorDataset(data), batch_size=BATCH if engine == "baseline" else BATCH // 2)
+    alone = engine == "baseline"
+    preset = engine if alone else {"strategy": {**ENGINES[engine], "find_unused_parameters": True}}
+    return {"losses": trained(preset, folder, devices=1 if alone else 2, module=module, batches=batches)[1]}
+
+
 def skipping(folder: Path, engine: str) -> dict[str, Any]:
     """Train a module of which one process leaves out a layer."""
     module = Trained(Skipping(), lambda net, x: mse_loss(net(x), x.flip(1)))

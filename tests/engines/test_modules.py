@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engines.modules import BUILDERS, fit
+from tests.engines.modules import BUILDERS, fit, seeded
 from tests.engines.processes import run, started
 from tests.messages import mentions
 
@@ -52,3 +52,9 @@ def test_a_parameter_that_is_a_number_trains_under_zero3_as_in_one_process(stage
 def test_a_layer_that_one_process_leaves_out_is_named_within_a_minute(engine: str, tmp_path: Path) -> None:
     output = started("modules:skipping", tmp_path, engine, limit_s=300)
     assert re.search(mentions("rank 0 ran net.layers.1; rank 1 ran no other", "find_unused_parameters=true"), output)
+
+
+@pytest.mark.long
+def test_weights_that_are_random_in_each_process_become_the_first_ones_under_fsdp(tmp_path: Path) -> None:
+    losses = run("modules:seeded", tmp_path, "fsdp")["losses"]
+    assert losses == pytest.approx(seeded(tmp_path, "baseline")["losses"], rel=0, abs=TOLERANCE)
