@@ -43,8 +43,8 @@ def lacks(configuration: Configuration, lightning: str = "lightning.pytorch") ->
 
 def missing_packages(configuration: Configuration) -> list[str]:
     """Return the packages that a configuration needs and this machine lacks, each with the remedy."""
-    needs = ((requirement, words) for requirement, words in configuration.requirements())
-    return [text for each, words in needs if each.kind == "package" and (text := lack(each, words)) is not None]
+    needs = [(each, words) for each, words in configuration.requirements() if each.kind == "package"]
+    return [text for each, words in needs if (text := lack(each, words)) is not None]
 
 
 def lack(requirement: Requirement, words: str) -> str | None:

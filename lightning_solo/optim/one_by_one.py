@@ -1,4 +1,4 @@
-"""Small optimizers, which step each parameter by itself: their base, Lion, and AdamW in 8 and 4 bits of torchao."""
+"""Optimizers that step each parameter by itself: their base, Lion, and AdamW with moments in 8 or 4 bits."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import threading
 import time
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_solo.errors import ConflictError, listed
+from lightning_solo.memory.category_peaks import is_compiled
 from lightning_solo.seams.engines import Peers
 
 STALL_S = 15.0
@@ -27,7 +29,8 @@ class SameModules:
 
     An engine that gathers or reduces weights module by module waits for the same module in all processes, or takes
     another's weights. What they ran is compared before backward. If a process never gets there, since it waits in
-    forward, a thread compares. Both use the group's store, since collectives may be out of step.
+    forward, a thread compares. Both use the group's store, since collectives may be out of step. Parts of compiled
+    modules aren't watched: one process may run them without the compiler, and another with it.
 
     Args:
         module: whose modules are watched, with hooks.
@@ -42,9 +45,15 @@ class SameModules:
         self._rank, self._processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._ran: dict[str, None] = {}  # in the order in which they ran first
         self._current = self._compared = -1  # numbers of batches
+        self._comparisons = 0
         self._moved = time.monotonic()
         self._left = threading.Event()
-        parts = [(name, part) for name, part in module.named_modules() if name and list(part.parameters(recurse=False))]
+        compiled = {part for each in module.modules() if is_compiled(each) for part in each.modules()}
+        parts = [
+            (name, part)
+            for name, part in module.named_modules()
+            if name and part not in compiled and list(part.parameters(recurse=False))
+        ]
         # before an engine's own hook, which waits
         self._hooks = [part.register_forward_pre_hook(self._recorder(name), prepend=True) for name, part in parts]
 
@@ -83,26 +92,29 @@ class SameModules:
             return
         names, self._compared = list(self._ran), self._batch()
         self._ran[BACKWARD] = None
-        own = [self._compared, hashlib.sha256(json.dumps(names).encode()).hexdigest()]
-        # A process that is ahead by a batch has the other slot, and waits there.
-        each = self._exchanged(f"digest {self._compared % 2}", own)
-        if any(one != own for one in each):
-            lists = self._exchanged("modules", [self._compared, [*names, BACKWARD]])
-            raise ConflictError(self._told(lists))
+        self._comparisons += 1
+        digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()
+        # A process that is ahead by a comparison has the other slot, and waits there.
+        if len({*map(tuple, self._exchanged(f"digest {self._comparisons % 2}", digest))}) > 1:
+            raise ConflictError(self._told(self._exchanged("modules", [*names, BACKWARD])))
         self._ran = {}
 
-    def _exchanged(self, what: str, own: list[Any]) -> list[Any]:
-        """Return the value of each process for this batch, or a later one."""
-        self._store.set(f"{self._peers.key}/{what}/{self._rank}", json.dumps(own))
+    def _exchanged(self, what: str, value: Any) -> list[Any]:
+        """Return (batch, value) of each process in this comparison."""
         pause, latest = 1e-4, time.monotonic() + self._trainer.strategy.timeout_s
-        while (each := self._values(what)) is None or min(batch for batch, _ in each) < own[0]:
+        each = self._values(what, [self._comparisons, self._compared, value])
+        while each is None or min(number for number, *_ in each) < self._comparisons:
             if time.monotonic() > latest or self._store.check([self._peers.key]):  # which a failure sets
-                raise RuntimeError(f"not all processes have come to the backward of batch {own[0]}")
+                raise RuntimeError(f"not all processes have come to the backward of batch {self._compared}")
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
-        return each
+            each = self._values(what)
+        return [one[1:] for one in each]
 
-    def _values(self, what: str) -> list[Any] | None:
+    def _values(self, what: str, own: list[Any] | None = None) -> list[Any] | None:
+        """Return each process's value, once all have set one; ``own`` is set before."""
+        if own is not None:
+            self._store.set(f"{self._peers.key}/{what}/{self._rank}", json.dumps(own))
         keys = [f"{self._peers.key}/{what}/{rank}" for rank in range(self._processes)]
         return [json.loads(self._store.get(key)) for key in keys] if self._store.check(keys) else None
 
@@ -118,21 +130,36 @@ class SameModules:
         by_rank = "; ".join(f"rank {rank} ran {listed(names) or 'no other'}" for rank, names in enumerate(others))
         return f"forward runs other modules in some processes than in others: {by_rank}; {self._advice}"
 
+    def _waits(self) -> bool:
+        return bool(self._ran) and time.monotonic() - self._moved > STALL_S
+
     def _watch(self) -> None:
-        while not self._left.wait(STALL_S / 10):
-            if self._ran and time.monotonic() - self._moved > STALL_S:
-                with suppress(RuntimeError):  # the process with the store has ended
-                    own = json.dumps([self._current, list(self._ran)])
-                    self._store.set(f"{self._peers.key}/modules/{self._rank}", own)
-                    each = self._values("modules")
-                    if each is not None and _differ(each):
-                        self._left.wait(STALL_S / 5)  # for the others to see it
-                        self._peers.end(self._told(each))
+        first: list[Any] | None = None  # what all had set when this process began to wait
+        for beat in itertools.count():
+            if self._left.wait(STALL_S / 10):
+                return
+            if not self._waits():
+                first = None
+                continue
+            with suppress(RuntimeError):  # the process with the store has ended
+                each = self._values("waiting", [beat, self._current, list(self._ran)])
+                first = first or each
+                if (
+                    each is None
+                    or first is None
+                    or any(now[0] == then[0] for now, then in zip(each, first, strict=True))
+                ):
+                    continue  # a process doesn't wait, or no longer
+                lists = [one[1:] for one in each]
+                # after a pause, for the others to see it
+                if _differ(lists) and not self._left.wait(STALL_S / 5) and self._waits():
+                    self._peers.end(self._told(lists))
 
 
-def _differ(lists: list[tuple[int, list[str]]]) -> bool:
-    """Return whether processes can't go on: not if some are only slow, so that they have run less of the same."""
-    if len({batch for batch, _ in lists}) > 1:
-        return all(BACKWARD in names for _, names in lists)
+def _differ(lists: list[Any]) -> bool:
+    """Return whether waiting processes can't go on: not if some are only slow, and have run less of the same."""
+    batches = [batch for batch, _ in lists]
+    if len({*batches}) > 1:  # a process has left out the backward that another waits in
+        return any(batch == min(batches) and BACKWARD in names for batch, names in lists)
     longest = max((names for _, names in lists), key=len)
     return any(longest[: len(names)] != names for _, names in lists)

@@ -126,3 +126,12 @@ def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
     module = regression(L, Stack(blocks=2))
     module.spare = torch.nn.Linear(3, 3)
     fitted("ddp", tmp_path, module, ["strategy.find_unused_parameters=true"], devices=1, accumulate_grad_batches=1)
+
+
+def test_a_parameter_that_is_frozen_during_the_fit_is_named(tmp_path: Path) -> None:
+    module = regression(L, Stack(blocks=2))
+    last = module.net.blocks[1]
+    freeze = L.callbacks.LambdaCallback(on_train_batch_start=lambda *_: last.requires_grad_(False))
+    names = [f"net.blocks.1.{name}" for name, _ in last.named_parameters()]
+    with pytest.raises(RuntimeError, match=mentions(names[0], "strategy.find_unused_parameters=true")):
+        fitted("ddp", tmp_path, module, devices=1, accumulate_grad_batches=1, callbacks=[freeze])

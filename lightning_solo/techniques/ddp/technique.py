@@ -13,6 +13,8 @@ from lightning_solo.techniques.ddp.card import Settings
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
 
     class Base(SeveralDevices, DDPStrategy): ...
 
@@ -33,6 +35,7 @@ class DataParallelStrategy(Base, Settings):
 
     def _init_state(self) -> None:
         self.settings = Settings.from_settings(self)
+        self._reduced: list[str] = []  # names of the parameters that were trained when the module was wrapped
         super(TechniqueSettings, self).__init__(  # type: ignore[call-arg]
             timeout=timedelta(seconds=self.timeout_s),
             find_unused_parameters=self.find_unused_parameters,
@@ -50,13 +53,15 @@ class DataParallelStrategy(Base, Settings):
         else:
             super().setup_distributed()
 
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        self._reduced = [name for name, p in model.named_parameters() if p.requires_grad]
+        return super()._setup_model(model)
+
     def on_exception(self, exception: BaseException) -> None:
         """Name the parameters without a gradient, and say how they can be allowed."""
         if "Expected to have finished reduction in the prior iteration" in str(exception):
-            assert self.lightning_module is not None
-            trained = [name for name, p in self.lightning_module.named_parameters() if p.requires_grad]
             indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(exception))
-            names = listed(trained[int(index)] for index in indices[1].split()) if indices else "a parameter"
+            names = listed(self._reduced[int(index)] for index in indices[1].split()) if indices else "a parameter"
             exception.args = (
                 f"{exception}\n{names}: trained, and got no gradient; write strategy.find_unused_parameters=true",
             )
