@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import _scoped_library
-from torch.utils._device import DeviceContext
+from torch.utils._device import DeviceContext, _device_constructors
 
 from lightning_solo.attributes import replaced
 from lightning_solo.planner.attention import fused_attention, math_attention
@@ -81,6 +81,7 @@ class CudaByHand:
             self._use()
             return tensor
 
+        _device_constructors()  # torch makes this set once; made below, it would be of the replacements
         with ExitStack() as stack:
             for owner, names in ((torch, _CONSTRUCTORS), (Tensor, _METHODS), (DeviceContext, ("__init__",))):
                 for name in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
+from torch.utils._device import _device_constructors
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_solo.errors import PlanError, PresetError
 from lightning_solo.planner.batches import examples, first_batch, sized
 from lightning_solo.planner.capture import capture
+from lightning_solo.planner.cuda_rules import CudaByHand
 from lightning_solo.planner.fake_modules import fake_mode, known_numbers, with_numbers
 from lightning_solo.planner.tracer import Tracer
 from tests.conftest import long
@@ -295,6 +298,14 @@ def test_tensors_put_on_cuda_by_hand_are_refused_on_a_cpu() -> None:
     before = torch.autocast.__init__
     assert capture(lambda: Classifier(layer()), vectors(), fp32()).steps
     assert torch.autocast.__init__ is before
+
+
+def test_a_context_of_a_device_places_tensors_during_a_plan_and_after_it() -> None:
+    _device_constructors.cache_clear()  # as in a process without such a context so far
+    for context in (CudaByHand(allowed=True).on_cpu(), nullcontext()):
+        with context, torch.device("meta"):
+            assert torch.zeros(2).is_meta
+            assert nn.Linear(2, 2).weight.is_meta
 
 
 def test_an_optimizer_that_can_be_captured() -> None:
