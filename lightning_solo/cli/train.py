@@ -431,6 +431,8 @@ def checkpoint_callbacks(
         if not trainer.enable_validation:  # has neither data nor a step for it
             batches = trainer.val_check_batch  # None with an interval of time, inf with a part of an unknown length
             steps = batches // trainer.accumulate_grad_batches if batches and math.isfinite(batches) else UNVALIDATED
+            key = best.state_key  # without the interval, which a resumed run doesn't know yet when it loads the state
+            best._generate_state_key = lambda **_: key
             best._every_n_train_steps = max(1, int(steps))
         run_folder.write(cfg)  # a resumed run has read its checkpoint only now
         for check in plan_checks:

@@ -566,6 +566,27 @@ def test_a_run_without_validation_saves_as_often_as_it_would_validate(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_run_without_validation_is_resumed_with_the_state_of_its_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unvalidated.py").write_text(UNVALIDATED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import unvalidated
+
+    unvalidated.saved, unvalidated.file = [], tmp_path / "run" / "checkpoints" / "last.ckpt"
+    own = ["model=custom", "model._target_=unvalidated.Net", "allow=[unvalidated]", "+trainer.accelerator=cpu"]
+    own += ["trainer.log_every_n_steps=1", "trainer.val_check_interval=2", "trainer.check_val_every_n_epoch=null"]
+    for steps in (5, 9):
+        cfg = compose_application([*own, "run=run", f"trainer.max_steps={steps}", "resume=auto"])
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
+        train_command.train(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]), tmp_path / "run")
+    assert [file.name for file in sorted((tmp_path / "run" / "checkpoints").glob("*.ckpt"))] == [
+        "last.ckpt",
+        "step=8.ckpt",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_module_of_pytorch_lightning_trains_resumes_predicts_and_climbs_the_ladder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
