@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import inspect
-import math
 import os
 import shlex
 import sys
@@ -60,8 +59,6 @@ AUTO_FILE = "auto.json"
 DATA_FILE = "data.txt"
 """File in a run's folder with the whole report on its data, if the data makes one."""
 FILE_WIDTH = 120
-UNVALIDATED = 100
-"""Optimizer steps between checkpoints of a run without validation whose interval isn't a number of batches."""
 # Modules that the process which forks a sweep's jobs imports once for all of them
 PRELOAD = ("lightning.pytorch", "lightning_solo.reference.byte_gpt", "lightning_solo.reference.stdlib_text")
 
@@ -409,7 +406,7 @@ def checkpoint_callbacks(
 ) -> list[Any]:
     """Return the callbacks that save the best and the last checkpoint, the last one also after Ctrl-C and errors.
 
-    They save after each validation; without one as often as it would come. When training starts, they write the run's
+    They save after each validation; without one as often as it would come, or after each epoch. When training starts, they write the run's
     configuration, and the plan of the preset that `auto` chose.
     """
     from lightning.pytorch.callbacks import LambdaCallback
@@ -427,13 +424,16 @@ def checkpoint_callbacks(
         enable_version_counter=False,
     )
 
-    def begun(trainer: Any, _: Any) -> None:
-        if not trainer.enable_validation:  # has neither data nor a step for it
-            batches = trainer.val_check_batch  # None with an interval of time, inf with a part of an unknown length
-            steps = batches // trainer.accumulate_grad_batches if batches and math.isfinite(batches) else UNVALIDATED
-            key = best.state_key  # without the interval, which a resumed run doesn't know yet when it loads the state
-            best._generate_state_key = lambda **_: key
-            best._every_n_train_steps = max(1, int(steps))
+    def save_without_validation(trainer: Any, *_: Any) -> None:
+        """Save as often as validation would come; before a checkpoint is read, whose key has the interval."""
+        if trainer.enable_validation:  # there is data for it, and a step
+            return
+        if isinstance(trainer.val_check_interval, int):
+            best._every_n_train_steps = max(1, trainer.val_check_interval // trainer.accumulate_grad_batches)
+        else:
+            best._save_on_train_epoch_end = True
+
+    def begun(*_: Any) -> None:
         run_folder.write(cfg)  # a resumed run has read its checkpoint only now
         for check in plan_checks:
             write_json(run_folder.path / AUTO_FILE, check.plan.as_dict())
@@ -444,6 +444,7 @@ def checkpoint_callbacks(
 
     # ModelCheckpoint saves after each validation; on_train_end saves the steps after the last one
     end = LambdaCallback(
+        setup=save_without_validation,
         on_train_start=begun,
         on_train_batch_start=correct_logged_steps,
         on_train_batch_end=save_on_exception,

@@ -67,7 +67,7 @@ class Building(TorchFunctionMode):
         corrections_on: the device of the corrections; by default that of their parameter.
 
     >>> with Building(24) as building, torch.device("meta"):
-    ...     layer = nn.Linear(512, 512)
+    ...     layer = torch.nn.Linear(512, 512)
     >>> layer.weight.device.type, layer.weight.dtype, building.corrections[layer.weight].dtype
     ('cpu', torch.bfloat16, torch.int8)
     """

@@ -47,7 +47,7 @@ def flat_broadcasts() -> Iterator[None]:
         stage 2 when the engine is made, at stage 3 in ``zero.Init`` and at the end of ``GatheredParameters``.
     Seen: 0.19.8.
     Undone: on leaving the context.
-    Test: tests/zero/test_engine.py::test_a_scalar_parameter_is_trained, tests/engines/test_modules.py
+    Test: tests/zero/test_engine.py::test_a_scalar_parameter_is_trained
     """
     weights = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine

@@ -242,7 +242,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(graphs, "is_installed", lambda package: package != "onnxscript")
     with pytest.raises(CapabilityError, match=mentions("onnxscript", "pip install lightning-solo[onnx]")):
         export_graph(Plain(), BATCH, tmp_path / "a.onnx")
-    with pytest.raises(PresetError, match=mentions("--batch", "--format onnx and torch_export")):
+    with pytest.raises(PresetError, match=mentions("--batch", "--format onnx or torch_export")):
         parse(["first", "--format", "weights", "--batch", "1:2"])
 
 

@@ -32,7 +32,8 @@ NAMES = {
     "runtime/zero/parameter_offload.py": "FWD_MODULE_STACK _external_params _in_forward _original_parameters"
     " applied_pre_backward_ref_cnt is_external_param partition_all_parameters",
     "runtime/zero/partition_parameters.py": "_convert_to_deepspeed_param _exit _partition_params"
-    " _params_to_partition _record_deferred_updates _zero_init_param ds_id ds_shape nvme_swapper src_rank",
+    " _params_to_partition _record_deferred_updates _zero_init_param ds_id ds_shape ds_status nvme_swapper"
+    " src_rank",
     "runtime/zero/stage3.py": "_get_fp32_opt_state_partition _get_param_partition_rank"
     " _optimizer_states_and_gradient_swap_in _release_swap_buffers"
     " _swappable_optimizer_subgroup _writeback_swap_state _z3_optimizer fp16_groups fp32_partitioned_groups_flat"
