@@ -406,8 +406,8 @@ def checkpoint_callbacks(
 ) -> list[Any]:
     """Return the callbacks that save the best and the last checkpoint, the last one also after Ctrl-C and errors.
 
-    They save after each validation; without one as often as it would come, or after each epoch. When training starts, they write the run's
-    configuration, and the plan of the preset that `auto` chose.
+    They save after each validation; without one as often as it would come, or after each epoch. When training starts,
+    they write the run's configuration, and the plan of the preset that `auto` chose.
     """
     from lightning.pytorch.callbacks import LambdaCallback
 
@@ -424,12 +424,13 @@ def checkpoint_callbacks(
         enable_version_counter=False,
     )
 
-    def save_without_validation(trainer: Any, *_: Any) -> None:
+    def save_without_validation(trainer: Any, _: Any, stage: str) -> None:
         """Save as often as validation would come; before a checkpoint is read, whose key has the interval."""
         if trainer.enable_validation:  # there is data for it, and a step
             return
-        if isinstance(trainer.val_check_interval, int):
-            best._every_n_train_steps = max(1, trainer.val_check_interval // trainer.accumulate_grad_batches)
+        batches = getattr(trainer, "val_check_interval", None)  # unset for an interval of time
+        if isinstance(batches, int):
+            best._every_n_train_steps = max(1, batches // trainer.accumulate_grad_batches)
         else:
             best._save_on_train_epoch_end = True
 

@@ -541,7 +541,11 @@ class Net(L.LightningModule):
 
 @pytest.mark.parametrize(
     ("interval", "epochs", "expected"),
-    [("2", "null", [0, 0, 2, 2, 4, 4, 6]), ("1.0", "5", [0, 0, 0, 3, 3, 3, 6]), ("'00:00:05:00'", "null", [0, 0, 0, 3, 3, 3, 6])],
+    [
+        ("2", "null", [0, 0, 2, 2, 4, 4, 6]),
+        ("1.0", "5", [0, 0, 0, 3, 3, 3, 6]),
+        ("'00:00:05:00'", "null", [0, 0, 0, 3, 3, 3, 6]),
+    ],
 )
 def test_a_run_without_validation_saves_as_often_as_it_would_validate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: str, epochs: str, expected: list[int]
