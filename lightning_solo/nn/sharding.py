@@ -28,6 +28,7 @@ def shard(
     forward_methods: Iterable[str] = (),
     reshard_after_forward: bool = True,
     find_unused_parameters: bool = False,
+    converts: bool = False,
 ) -> Callable[[], Mapping[Tensor, nn.Parameter]]:
     """Shard each block's parameters over a mesh, then all others of the module as one group.
 
@@ -42,6 +43,7 @@ def shard(
         reshard_after_forward: whether a block's weights are freed after its forward, and gathered again in backward.
         find_unused_parameters: whether processes may have gradients of different parameters; those that no process has
             are then zeros. Otherwise they must be the same, or the processes wait for one another.
+        converts: whether the caller converts all weights to one precision afterwards.
 
     Returns:
         A function that makes the module plain again, with whole weights on the host, and returns them by the sharded
@@ -55,7 +57,7 @@ def shard(
 
     _require_shardable(module)
     alone = without_shared_parameters(module, list(dict.fromkeys(blocks)))
-    _require_one_precision(module, alone)
+    _require_one_precision(module, alone, converts)
     before = [(part, type(part), {**vars(part)}) for part in (*alone, module)]
     group, device = mesh.get_group(), torch.device(mesh.device_type)
     for p in module.parameters():
@@ -93,8 +95,7 @@ def _require_shardable(module: nn.Module) -> None:
             f"FSDP2 and {listed(numbers)}: a number can't be sharded; write a vector of one, such as"
             " nn.Parameter(torch.tensor([0.5])), or take the preset ddp"
         )
-    sparse = [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]
-    if sparse:
+    if sparse := sparse_embeddings(module):
         raise ConflictError(
             f"FSDP2 and {listed(sparse)}: sparse gradients can't be sharded; write sparse=False, or take the preset ddp"
         )
@@ -102,13 +103,20 @@ def _require_shardable(module: nn.Module) -> None:
         p.data = p.data.contiguous()
 
 
-def _require_one_precision(module: nn.Module, blocks: Sequence[nn.Module]) -> None:
+def sparse_embeddings(module: nn.Module) -> list[str]:
+    """Return the names of embeddings whose gradients are sparse."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [name for name, part in module.named_modules() if isinstance(part, kinds) and part.sparse]
+
+
+def _require_one_precision(module: nn.Module, blocks: Sequence[nn.Module], converts: bool) -> None:
     """Refuse trained parameters of several types of numbers in one group, and complex ones, by their names."""
     names = {p: name for name, p in module.named_parameters() if p.requires_grad}
     inside = {p for block in blocks for p in block.parameters()}
     groups = [[p for p in block.parameters() if p in names] for block in blocks]
     for group in [*groups, [p for p in names if p not in inside]]:
-        others = [p for p in group if p.is_complex()] or [p for p in group if p.dtype != group[0].dtype]
+        others = [p for p in group if p.is_complex()]
+        others = others or [p for p in group if p.dtype != group[0].dtype and not converts]
         if others:
             types = " and ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for p in group))
             raise ConflictError(

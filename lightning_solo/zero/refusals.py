@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError, NothingToDoError, listed
+from lightning_solo.nn.sharding import sparse_embeddings
 
 
 def without(strategy: str) -> str:
@@ -69,7 +70,7 @@ def refuse_module(module: nn.Module, stage: int, strategy: str) -> None:
             f"strategy={strategy} and {listed(numbers)}: DeepSpeed casts complex weights to real ones; write real ones,"
             f" as torch.view_as_real gives them, or take {without(strategy)}"
         )
-    if sparse := [name for name, part in module.named_modules() if getattr(part, "sparse", False) is True]:
+    if sparse := sparse_embeddings(module):
         raise ConflictError(
             f"strategy={strategy} and {listed(sparse)}: ZeRO has no sparse gradients; write sparse=False, or take"
             f" {without(strategy)}"

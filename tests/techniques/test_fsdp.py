@@ -20,7 +20,7 @@ import lightning_solo as solo
 from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.census import LEAST, Kind, take_census
 from lightning_solo.memory.ledger import storages_of
-from lightning_solo.nn.sharding import require_sharded, shard
+from lightning_solo.nn.sharding import require_sharded, shard, sparse_embeddings
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.fsdp.technique import ShardedStrategy
@@ -194,6 +194,22 @@ def test_what_fsdp2_cant_shard_is_refused_by_name(make: Any, words: tuple[str, .
     module.more = make()
     with pytest.raises(ConflictError, match=mentions("FSDP2", *words, "the preset ddp")):
         shard(module, mesh, module.blocks)
+
+
+def test_a_module_that_only_calls_itself_sparse_is_sharded(mesh: Any) -> None:
+    module = Stack(blocks=2)
+    module.blocks[0].sparse = True  # such as attention that leaves out keys
+    undo = shard(module, mesh, module.blocks)
+    undo()
+    module.more = nn.Embedding(8, 4, sparse=True)
+    assert sparse_embeddings(module) == ["more"]
+
+
+def test_weights_of_two_precisions_that_lightning_converts_are_trained(tmp_path: Path) -> None:
+    module = regression(L, Stack(blocks=2))
+    module.net.blocks[1].up.to(torch.bfloat16)
+    fitted("fsdp", tmp_path, module, ["precision=bf16-true"], devices=1)
+    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
 
 
 def transposed() -> Any:

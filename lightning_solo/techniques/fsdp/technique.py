@@ -92,6 +92,7 @@ class ShardedStrategy(Base, Settings):
             forward_methods=[name for name in STEPS if callable(getattr(module, name, None))],
             reshard_after_forward=self.reshard_after_forward,
             find_unused_parameters=self.find_unused_parameters,
+            converts=self.precision_plugin.precision in ("bf16-true", "16-true", "64-true"),
         )
         with patches.configures_its_model(module):
             super().setup(trainer)
