@@ -127,6 +127,11 @@ class SameModules:
             )
         common = set.intersection(*(set(names) for _, names in lists)) | {BACKWARD}
         others = [[name for name in names if name not in common] for _, names in lists]
+        if not any(others):  # the same in another order: the first that differ
+            at = next(
+                at for at, each in enumerate(zip(*(names for _, names in lists), strict=False)) if len({*each}) > 1
+            )
+            others = [names[at : at + 1] for _, names in lists]
         by_rank = "; ".join(f"rank {rank} ran {listed(names) or 'no other'}" for rank, names in enumerate(others))
         return f"forward runs other modules in some processes than in others: {by_rank}; {self._advice}"
 

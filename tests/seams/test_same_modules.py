@@ -67,6 +67,15 @@ def test_other_modules_are_refused_with_their_names(processes: Processes) -> Non
             raise error
 
 
+def test_another_order_is_refused_with_the_first_modules_that_differ(processes: Processes) -> None:
+    processes.run(0, 0, 1)
+    processes.run(1, 1, 0)
+    for error in processes.compare():
+        assert isinstance(error, ConflictError)
+        assert "rank 0 ran blocks.0." in str(error)
+        assert "rank 1 ran blocks.1." in str(error)
+
+
 def test_the_same_modules_pass_in_each_batch_and_recomputed_ones_dont_count(processes: Processes) -> None:
     for batch in range(3):
         processes.batches = [batch, batch]
