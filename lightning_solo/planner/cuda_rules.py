@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -82,8 +83,9 @@ class CudaByHand:
             return tensor
 
         _device_constructors()  # torch makes this set once; made below, it would be of the replacements
+        imported = _imported_by_name(len(sys.modules))
         with ExitStack() as stack:
-            for owner, names in ((torch, _CONSTRUCTORS), (Tensor, _METHODS), (DeviceContext, ("__init__",))):
+            for owner, names in ((Tensor, _METHODS), (DeviceContext, ("__init__",)), (torch, _CONSTRUCTORS), *imported):
                 for name in names:
                     stack.enter_context(replaced(owner, name, self._placing(getattr(owner, name))))
             stack.enter_context(replaced(Tensor, "cuda", stays))
@@ -117,6 +119,17 @@ _CONSTRUCTORS = (
 )
 """torch's functions with a device."""
 _METHODS = ("to", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+
+@functools.lru_cache(maxsize=1)
+def _imported_by_name(count: int) -> list[tuple[Any, list[str]]]:
+    """Return the modules with functions that they have from torch by name; ``count``: of all modules by now."""
+    found = []
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] != "torch":
+            names = getattr(module, "__dict__", {})
+            found.append((module, [name for name in _CONSTRUCTORS if names.get(name) is getattr(torch, name)]))
+    return [(module, names) for module, names in found if names]
 
 
 def _is_cuda(device: Any) -> bool:

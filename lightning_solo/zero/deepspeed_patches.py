@@ -72,11 +72,17 @@ def flat_broadcasts() -> Iterator[None]:
         gathered._record_deferred_updates(changed)
         gathered._partition_params(changed, has_been_updated=True)
 
-    def whole(engine: Any) -> list[Any]:
-        return [p for p in engine.module.parameters() if not hasattr(p, "ds_status")]
+    broadcast = engine._broadcast_model
+
+    def share_weights(engine: Any) -> None:
+        parameters = list(engine.module.parameters())
+        if any(not getattr(p, "allreduce", True) or hasattr(p, "ds_optim_param") for p in parameters):
+            broadcast(engine)  # experts and adapters of DeepSpeed differ between processes
+        else:
+            shared(p for p in parameters if not hasattr(p, "ds_status"))
 
     with ExitStack() as undo:
-        undo.enter_context(replaced(engine, "_broadcast_model", lambda engine: shared(whole(engine))))
+        undo.enter_context(replaced(engine, "_broadcast_model", share_weights))
         undo.enter_context(replaced(weights.Init, "_zero_init_param", take_over))
         undo.enter_context(replaced(weights.GatheredParameters, "_exit", leave_changed))
         yield

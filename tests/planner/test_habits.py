@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
-from torch import Tensor, nn
+from torch import Tensor, nn, zeros
 from torch.utils._device import _device_constructors
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -268,7 +268,8 @@ class ByHand(Classifier):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             scores = self.network(x)
         assert scores.dtype is torch.bfloat16
-        return F.cross_entropy(scores.float() * scale + torch.zeros(1, device=torch.device("cuda", 0)), y)
+        zero = zeros(1, device="cuda") + torch.zeros(1, device=torch.device("cuda", 0))
+        return F.cross_entropy(scores.float() * scale + zero, y)
 
 
 class ByNothing(Classifier):
@@ -278,7 +279,8 @@ class ByNothing(Classifier):
         scale = torch.ones(5)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             scores = self.network(batch[0])
-        return F.cross_entropy(scores.float() * scale + torch.zeros(1), batch[1])
+        zero = zeros(1) + torch.zeros(1)
+        return F.cross_entropy(scores.float() * scale + zero, batch[1])
 
 
 def test_tensors_put_on_cuda_by_hand_are_an_assumption() -> None:

@@ -22,7 +22,7 @@ NAMES = {
     "comm/torch.py": "build_shm_op",
     "git_version_info.py": "accelerator_name installed_ops",
     "ops/op_builder/builder.py": "_loaded_ops",
-    "runtime/engine.py": "DeepSpeedEngine _broadcast_model",
+    "runtime/engine.py": "DeepSpeedEngine _broadcast_model ds_optim_param",
     "runtime/swap_tensor/optimizer_utils.py": "_adjust_for_misaligned_lengths numel_alignment",
     "runtime/swap_tensor/partitioned_optimizer_swapper.py": "swap_out_gradients",
     "runtime/swap_tensor/partitioned_param_swapper.py": "param_id_to_buffer_id"
