@@ -324,7 +324,9 @@ class ZeroStrategy(Base):
         """Say that there is no autocast where types of numbers differ."""
         super().on_exception(exception)
         dtype = patches.weights_dtype(self.precision_plugin)
-        if dtype.itemsize == 2 and re.search(r"same dtype|expected scalar type|type .*should be the same", str(exception)):
+        if dtype.itemsize == 2 and re.search(
+            r"same dtype|expected scalar type|type .*should be the same", str(exception)
+        ):
             exception.args = (
                 f"{exception}\nstrategy={self.name} has weights in {dtype} and no autocast; write x.to(self.dtype)"
                 " where the module makes a tensor x itself, or precision=32-true",
