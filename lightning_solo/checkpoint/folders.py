@@ -54,7 +54,7 @@ def whole_folder(path: Path, *, hashes: bool = True) -> Iterator[Path]:
 
 
 def refuse_changed(folder: Path) -> None:
-    """Refuse a folder of which a file isn't as `whole_folder` listed it; leave folders without a list alone."""
+    """Refuse a folder with a file that differs from the list of `whole_folder`. A folder without a list is accepted."""
     listed = read_json(folder / HASHES)
     if listed is None and (folder / HASHES).exists():
         raise CheckpointError(f"{folder} is damaged ({HASHES} can't be read); take another checkpoint")

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from lightning_solo.errors import CheckpointError, NothingToDoError, PresetError, nearest
 from lightning_solo.report.sweep_folder import columns, common_overrides
-from lightning_solo.sweeps.files import FILE, RESULTS, STATE, SweepFolder
+from lightning_solo.sweeps.files import OUTPUT, RESULTS, STATE, SweepFolder
 from lightning_solo.sweeps.outcome import FINISHED
 from lightning_solo.sweeps.results import Row, read_all
 from lightning_solo.tables import Cell, Column, csv_row, filled_table, terminal
@@ -142,7 +142,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         console.print(Text(f"in all jobs: {' '.join(common)}", style="italic"))
     for row in rows:
         if row.status != FINISHED and row.detail:
-            console.print(Text(f"#{row.number} {row.detail} ({Path(row.folder, FILE)})"), soft_wrap=True)
+            console.print(Text(f"#{row.number} {row.detail} ({Path(row.folder, OUTPUT)})"), soft_wrap=True)
 
 
 def write_csv(rows: Sequence[Row], target: str) -> None:

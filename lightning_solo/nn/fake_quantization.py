@@ -44,7 +44,7 @@ RECORD = "fake_quantization"
 
 @dataclass
 class Rounding:
-    """How weights are rounded; also the record of layers that do so."""
+    """How weights are rounded; each layer with rounded weights has one as its record."""
 
     bits: int | str  # of a weight, 2 to 8, or "fp8"
     group_size: int  # inputs that share a scale; 0 for a scale per row
@@ -108,7 +108,7 @@ def rounded(weight: Tensor, rounding: Rounding) -> Tensor:
 
 @dataclass
 class Inside:
-    """The record of a module that reads parameters by itself, as attention or experts do."""
+    """The record of a module that reads its parameters itself, such as attention or experts."""
 
     names: list[str]  # of its parameters, with those of parts that it doesn't call
     rounding: Rounding  # how they are rounded

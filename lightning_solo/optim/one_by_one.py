@@ -15,7 +15,7 @@ from lightning_solo.optim.param_groups import name_in, require_states
 
 
 def require_range(owner: str, group: Mapping[str, Any]) -> None:
-    """Check the hyperparameters of a group, as far as it has them."""
+    """Check that a group's learning rate, weight decay, eps and betas are in range."""
     for name in ("lr", "weight_decay", "eps"):
         if name in group and not float(group[name]) >= 0:
             raise ValueError(f"{owner}: {name}={group[name]}: write a number of at least 0")

@@ -227,7 +227,7 @@ class _Prediction:
 
 
 def _samples(batch: Any, failure: str) -> int:
-    """Return the rows of a batch that doesn't fit."""
+    """Return the number of rows of a batch that doesn't fit in memory."""
     try:
         samples = samples_of(batch)
     except ConflictError as error:

@@ -102,21 +102,21 @@ class SameModules:
     def _exchanged(self, what: str, value: Any) -> list[Any]:
         """Return (batch, value) of each process in this comparison."""
         pause, latest = 1e-4, time.monotonic() + self._trainer.strategy.timeout_s
-        each = self._values(what, [self._comparisons, self._compared, value])
-        while each is None or min(number for number, *_ in each) < self._comparisons:
+        self._set(what, [self._comparisons, self._compared, value])
+        while (each := self._values(what)) is None or min(number for number, *_ in each) < self._comparisons:
             if time.monotonic() > latest or self._store.check([self._peers.key]):  # which a failure sets
                 raise RuntimeError(f"not all processes have come to the backward of batch {self._compared}")
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
-            each = self._values(what)
         return [one[1:] for one in each]
 
-    def _values(self, what: str, own: list[Any] | None = None) -> list[Any] | None:
-        """Return each process's value, once all have set one; ``own`` is set before."""
-        if own is not None:
-            self._store.set(f"{self._peers.key}/{what}/{self._rank}", json.dumps(own))
+    def _set(self, what: str, value: list[Any]) -> None:
+        self._store.set(f"{self._peers.key}/{what}/{self._rank}", json.dumps(value))
+
+    def _values(self, what: str) -> list[Any] | None:
+        """Return each process's value, once all have set one."""
         keys = [f"{self._peers.key}/{what}/{rank}" for rank in range(self._processes)]
-        return [json.loads(self._store.get(key)) for key in keys] if self._store.check(keys) else None
+        return [json.loads(value) for value in self._store.multi_get(keys)] if self._store.check(keys) else None
 
     def _told(self, lists: list[tuple[int, list[str]]]) -> str:
         if len({batch for batch, _ in lists}) > 1:
@@ -147,7 +147,8 @@ class SameModules:
                 first = None
                 continue
             with suppress(RuntimeError):  # the process with the store has ended
-                each = self._values("waiting", [beat, self._current, list(self._ran)])
+                self._set("waiting", [beat, self._current, list(self._ran)])
+                each = self._values("waiting")
                 first = first or each
                 if (
                     each is None

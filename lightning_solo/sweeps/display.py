@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from lightning_solo.atomic_files import read_json
-from lightning_solo.sweeps.files import FILE, SweepFolder, tail
+from lightning_solo.sweeps.files import OUTPUT, SweepFolder, tail
 from lightning_solo.sweeps.outcome import FINISHED, INTERRUPTED
 from lightning_solo.sweeps.results import Row, gpu_cell
 from lightning_solo.tables import Cell, Table, duration, size, terminal
@@ -146,7 +146,7 @@ def failures(rows: Sequence[Row], folder: Path, tail_lines: int = 0, *, rerun: b
     with console.capture() as captured:
         console.print(terminal(table))
         for row in failed:
-            output = Path(row.folder, FILE)
+            output = Path(row.folder, OUTPUT)
             lines = [f"job {row.number}: {output}", *(f"    {line}" for line in tail(output, tail_lines))]
             console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
         if rerun and any(row.status != INTERRUPTED for row in failed):

@@ -30,7 +30,7 @@ from lightning_solo.atomic_files import link_outwards, read_json, try_lock
 from lightning_solo.errors import CheckpointError
 from lightning_solo.processes import is_running
 
-FILE = "output.log"
+OUTPUT = "output.log"
 KEPT_BYTES = 2**20
 """Bytes at the end of the output that are kept when it is cut."""
 
@@ -38,7 +38,7 @@ KEPT_BYTES = 2**20
 def output_file(folder: str) -> Path:
     """Return the path of a job's output, and create its folder."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    return Path(folder, FILE)
+    return Path(folder, OUTPUT)
 
 
 def cut_output(path: Path, most_bytes: int) -> None:

@@ -12,7 +12,7 @@ from lightning_solo.errors import ConflictError, NothingToDoError, listed
 from lightning_solo.nn.sharding import sparse_embeddings
 
 
-def without(strategy: str) -> str:
+def preset_without_zero(strategy: str) -> str:
     """Return the preset that trains without ZeRO on as many devices."""
     return "the preset baseline" if strategy == "zero_offload" else "the preset ddp"
 
@@ -23,7 +23,7 @@ def one_optimizer(strategy: str) -> str:
         "the preset host_states, which keeps fp32 states of AdamW or Adam on the host, or by compact_host, whose states"
         " have 8 bits"
         if strategy == "zero_offload"
-        else f"{without(strategy)} with strategy.find_unused_parameters=true"
+        else f"{preset_without_zero(strategy)} with strategy.find_unused_parameters=true"
     )
     return (
         "write one with several parameter groups; several, as of a GAN, are trained with manual optimization by"
@@ -68,12 +68,12 @@ def refuse_module(module: nn.Module, stage: int, strategy: str) -> None:
     if numbers := [name for name, p in module.named_parameters() if p.is_complex()]:
         raise ConflictError(
             f"strategy={strategy} and {listed(numbers)}: DeepSpeed casts complex weights to real ones; write real ones,"
-            f" as torch.view_as_real gives them, or take {without(strategy)}"
+            f" as torch.view_as_real gives them, or take {preset_without_zero(strategy)}"
         )
     if sparse := sparse_embeddings(module):
         raise ConflictError(
             f"strategy={strategy} and {listed(sparse)}: ZeRO has no sparse gradients; write sparse=False, or take"
-            f" {without(strategy)}"
+            f" {preset_without_zero(strategy)}"
         )
     wrapped = [name for name, part in module.named_modules() if hasattr(part, "_orig_mod")]
     if stage == 3 and wrapped:
@@ -93,7 +93,7 @@ def the_optimizer(optimizers: Sequence[Optimizer], strategy: str) -> Optimizer:
     """
     if len(optimizers) != 1:
         raise ConflictError(
-            f"strategy={strategy} steps one optimizer, configure_optimizers returned {len(optimizers)};"
+            f"strategy={strategy} steps one optimizer, and configure_optimizers returned {len(optimizers)};"
             f" {one_optimizer(strategy)}"
         )
     optimizer = optimizers[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
 import os
 import re
@@ -539,6 +540,24 @@ class Net(L.LightningModule):
 """
 
 
+@pytest.fixture
+def unvalidated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module above, and ``train(*overrides)`` in the folder ``run``."""
+    (tmp_path / "unvalidated.py").write_text(UNVALIDATED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("unvalidated")
+    module.saved, module.file = [], tmp_path / "run" / "checkpoints" / "last.ckpt"
+
+    def train(*overrides: str) -> None:
+        own = ["model=custom", "model._target_=unvalidated.Net", "allow=[unvalidated]", "+trainer.accelerator=cpu"]
+        cfg = compose_application([*own, "trainer.log_every_n_steps=1", "run=run", *overrides])
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
+        train_command.train(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]), tmp_path / "run")
+
+    module.train = train
+    return module
+
+
 @pytest.mark.parametrize(
     ("interval", "epochs", "expected"),
     [
@@ -548,46 +567,22 @@ class Net(L.LightningModule):
     ],
 )
 def test_a_run_without_validation_saves_as_often_as_it_would_validate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: str, epochs: str, expected: list[int]
+    unvalidated: Any, tmp_path: Path, interval: str, epochs: str, expected: list[int]
 ) -> None:
-    (tmp_path / "unvalidated.py").write_text(UNVALIDATED)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import unvalidated  # type: ignore[import-not-found]
-
-    unvalidated.saved, unvalidated.file = [], tmp_path / "run" / "checkpoints" / "last.ckpt"
-    own = ["model=custom", "model._target_=unvalidated.Net", "allow=[unvalidated]", "+trainer.accelerator=cpu"]
-    own.append("trainer.log_every_n_steps=1")
-    own += [
-        f"trainer.val_check_interval={interval}",
-        f"trainer.check_val_every_n_epoch={epochs}",
-        "trainer.max_steps=7",
-    ]
-    cfg = compose_application([*own, "run=run"])
-    monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
-    train_command.train(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]), tmp_path / "run")
+    often = [f"trainer.val_check_interval={interval}", f"trainer.check_val_every_n_epoch={epochs}"]
+    unvalidated.train(*often, "trainer.max_steps=7")
     assert unvalidated.saved == expected
     assert steps_of(tmp_path / "run") == 7
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_run_without_validation_is_resumed_with_the_state_of_its_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unvalidated: Any, tmp_path: Path
 ) -> None:
-    (tmp_path / "unvalidated.py").write_text(UNVALIDATED)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    import unvalidated
-
-    unvalidated.saved, unvalidated.file = [], tmp_path / "run" / "checkpoints" / "last.ckpt"
-    own = ["model=custom", "model._target_=unvalidated.Net", "allow=[unvalidated]", "+trainer.accelerator=cpu"]
-    own += ["trainer.log_every_n_steps=1", "trainer.val_check_interval=2", "trainer.check_val_every_n_epoch=null"]
     for steps in (5, 9):
-        cfg = compose_application([*own, "run=run", f"trainer.max_steps={steps}", "resume=auto"])
-        monkeypatch.setattr(HydraConfig.instance(), "cfg", cfg)
-        train_command.train(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]), tmp_path / "run")
-    assert [file.name for file in sorted((tmp_path / "run" / "checkpoints").glob("*.ckpt"))] == [
-        "last.ckpt",
-        "step=8.ckpt",
-    ]
+        unvalidated.train("trainer.val_check_interval=2", f"trainer.max_steps={steps}", "resume=auto")
+    files = sorted(file.name for file in (tmp_path / "run" / "checkpoints").glob("*.ckpt"))
+    assert files == ["last.ckpt", "step=8.ckpt"]
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")

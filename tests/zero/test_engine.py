@@ -6,7 +6,7 @@ import gc
 import importlib
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from torch import nn
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.zero_offload.technique import ZeroOffloadStrategy
 from lightning_solo.zero.deepspeed_internals import flat_tensors
-from lightning_solo.zero.deepspeed_patches import split_aligned
+from lightning_solo.zero.deepspeed_patches import flat_broadcasts, split_aligned
 from lightning_solo.zero.run import EngineRun
 from tests.messages import mentions
 from tests.modules import Stack, loader, regression
@@ -196,6 +196,22 @@ def test_a_scalar_parameter_is_trained(home: ModuleType, make_trainer: Any, argu
     assert offloaded.net.temperature.shape == ()
     assert offloaded.net.temperature < 0.45  # clamped, and stepped
     assert same(offloaded, plain)
+
+
+def test_deepspeed_shares_its_own_experts_whose_weights_differ_between_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
+    shared: list[Any] = []
+    monkeypatch.setattr(engine, "_broadcast_model", shared.append)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    experts = nn.Linear(2, 2)
+    experts.weight.allreduce = False  # as DeepSpeed marks them
+    with flat_broadcasts():
+        for module in (nn.Linear(2, 2), experts):
+            made = SimpleNamespace(module=module)
+            engine._broadcast_model(made)
+    assert [each.module for each in shared] == [experts]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
