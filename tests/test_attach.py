@@ -21,7 +21,12 @@ from tests.modules import PRESETS_OF_DOCUMENTS, classification, composed, docume
 
 pytestmark = [pytest.mark.any_device, pytest.mark.filterwarnings("ignore:callback.curriculum.duration")]
 
-MARKS = {"compile": [pytest.mark.long, pytest.mark.not_simulated("no Triton compiles for the simulated device")]}
+NO_NCCL = pytest.mark.not_simulated("no NCCL runs on the simulated device")
+MARKS = {
+    "compile": [pytest.mark.long, pytest.mark.not_simulated("no Triton compiles for the simulated device")],
+    "ddp": [NO_NCCL],
+    "fsdp": [NO_NCCL],
+}
 CPU_PRESETS = tuple(
     pytest.param(name, marks=MARKS.get(name, []))
     for name in solo.list_presets()
