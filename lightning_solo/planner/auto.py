@@ -68,7 +68,7 @@ def choose(
     bases = None
     if settings.presets is None or SOLVED in settings.presets:
         open_ones = {name: each for name, each in configs.items() if is_base(each)}
-        bases = Bases(open_ones, settings.accept_tight, settings.whole_batch)
+        bases = Bases(open_ones, settings.whole_batch)
     try:
         plans: Any = preset_plans.plan(
             module,

@@ -31,12 +31,10 @@ class Bases:
 
     Attributes:
         bases: presets to which modes of blocks may be added, by name.
-        accept_tight: whether a plan may leave less than 5 % of the memory.
         whole_batch: whether each batch runs as a whole, in no micro-batches.
     """
 
     bases: Mapping[str, Configuration]
-    accept_tight: bool = False
     whole_batch: bool = False
 
     @property

@@ -64,13 +64,15 @@ PASSES = {
 def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
     """Return the fastest plan of a few bases with solved modes of blocks; if none fits, the one that lacks least.
 
+    A plan that leaves the reserve comes before a faster one that is tight.
+
     Args:
         planner: of the module.
         bases: presets to which modes may be added.
         plans: those of the bases, by name.
 
     Raises:
-        PlanError: nothing can be solved: a base fits as it is and takes less time, or no block can have a mode.
+        PlanError: nothing can be solved: a base fits as it is in as little time, or no block can have a mode.
     """
     candidates = {name: plans[name] for name in bases.bases if name in plans}
     whole: list[Plan] = []
@@ -81,39 +83,43 @@ def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
     for name in lacking:
         base, plan = bases.bases[name], candidates[name]
         try:
-            whole.append(_Solver(planner, bases, base).plan())
+            whole.append(_Solver(planner, base).plan())
         except SoloError as error:
             reasons.append(f"{name}: {error}")
         if not bases.whole_batch and plan.largest_micro_batch is not None and is_divisible(planner, base):
-            in_parts += _in_micro_batches(planner, bases, base, _best([*whole, *in_parts]))
+            in_parts += _in_micro_batches(planner, base, _best([*whole, *in_parts]))
     best = _best([*whole, *in_parts])
-    if lacking == names and (best is None or not best.fits) and not bases.whole_batch:
+    if lacking == names and (best is None or best.verdict != "fits") and not bases.whole_batch:
         for name in reversed(names):  # first the one that needs least memory
             try:
-                whole.append(_Solver(planner, bases, bases.bases[name]).in_block_micro_batches())
+                whole.append(_Solver(planner, bases.bases[name]).in_block_micro_batches())
             except SoloError as error:
                 reasons.append(f"{name}: {error}")
             best = _best([*whole, *in_parts])
-            if best is not None and best.fits:
+            if best is not None and best.verdict == "fits":
                 break
     if best is None:
         raise PlanError("; ".join(reasons) or "no preset leaves the choice for the blocks open")
     undivided = _best(whole)
-    if undivided is not None and undivided.fits and as_fast(undivided, best):
+    if undivided is not None and undivided.fits and undivided.verdict == best.verdict and as_fast(undivided, best):
         best = undivided
     for name, plan in candidates.items():
         judged = with_host_memory(plan, planner.host_memory)
         no_worse = judged.fits and VERDICTS.index(judged.verdict) <= VERDICTS.index(best.verdict)
-        if no_worse and not as_fast(best, plan):
-            raise PlanError(f"{name} fits as it is, and takes less time than a plan with other blocks")
+        if no_worse and plan.seconds_per_example <= best.seconds_per_example:
+            how = "fits" if judged.verdict == "fits" else "fits tightly"
+            raise PlanError(f"{name} {how} as it is, and no plan with other blocks takes less time")
     return best
 
 
 def _best(plans: Sequence[Plan]) -> Plan | None:
-    return min(plans, key=lambda plan: (not plan.fits, plan.missing_bytes, plan.seconds_per_example), default=None)
+    def order(plan: Plan) -> tuple[int, int, float]:
+        return VERDICTS.index(plan.verdict), plan.missing_bytes, plan.seconds_per_example
+
+    return min(plans, key=order, default=None)
 
 
-def _in_micro_batches(planner: Planner, bases: Bases, base: Configuration, best: Plan | None) -> list[Plan]:
+def _in_micro_batches(planner: Planner, base: Configuration, best: Plan | None) -> list[Plan]:
     """Return the plan of the largest micro-batch that fits without changed blocks, and the best of larger ones.
 
     A smaller micro-batch takes more time, in kernels that are less busy, so none is faster than with all blocks kept.
@@ -121,11 +127,11 @@ def _in_micro_batches(planner: Planner, bases: Bases, base: Configuration, best:
     """
     assert planner.micro_batch is not None
     traces = ScaledTraces(planner)
-    least = best.seconds_per_example if best is not None and best.fits else inf
+    least = best.seconds_per_example if best is not None and best.verdict == "fits" else inf
     larger: list[tuple[float, _Solver]] = []
     plans: list[Plan] = []
     for size in sizes_below(planner.micro_batch):
-        solver = _Solver(planner, bases, divided(base, size), size, traces)
+        solver = _Solver(planner, divided(base, size), size, traces)
         if not traces.at({KEEP: solver.base}, size):
             return []
         needed, seconds = solver.kept()
@@ -160,7 +166,6 @@ class _Solver:
 
     Args:
         planner: of the module.
-        bases: says how much of the memory may be used.
         base: the preset.
         size: examples in a micro-batch of the base; None if it runs whole batches.
         scaled: traces for all sizes.
@@ -169,7 +174,6 @@ class _Solver:
     def __init__(
         self,
         planner: Planner,
-        bases: Bases,
         base: Configuration,
         size: int | None = None,
         scaled: ScaledTraces | None = None,
@@ -182,11 +186,10 @@ class _Solver:
         self._resident: Mapping[str, int] = {}  # bytes of each category, if all of them are on the device
         self._slabs = 0  # bytes of the host that the weights of all blocks take
         self._cuda = planner.device.name != CPU
-        share = 1.0 if bases.accept_tight else 1 / (1 + TIGHT)
-        self._budget = int(planner.budget * share)
+        self._budget = int(planner.budget / (1 + TIGHT))
         # on a CPU the device's bytes are the host's, and moving them would gain nothing
-        host = planner.host_memory
-        self._host = int(host * share) if self._cuda and host is not None else None
+        self._all_of_host = planner.host_memory if self._cuda else None
+        self._host = None if self._all_of_host is None else int(self._all_of_host / (1 + TIGHT))
 
     def kept(self) -> tuple[int, float]:
         """Return the bytes that the base lacks or, below 0, leaves, and its seconds per example."""
@@ -210,10 +213,24 @@ class _Solver:
         return replace(plan, configuration=fields_of(config))
 
     def plan(self) -> Plan:
-        """Return the plan of the best choice, traced as a whole; its differences from the tables correct them."""
+        """Return the plan of the best choice, traced as a whole; its differences from the tables correct them.
+
+        If no choice leaves the reserve, the fastest that fits in all memory is planned.
+        """
         problem = self._problem()
-        tried: dict[str, tuple[tuple[bool, float], Configuration]] = {}
-        host = problem.host
+        tried: dict[str, tuple[Configuration, int, int, float]] = {}
+        problem = self._solve_in_rounds(problem, tried)
+        if all(self._lacks(needed, on_host) for _, needed, on_host, _ in tried.values()):
+            self._solve_in_rounds(self._without_reserve(problem), tried)
+
+        def rank(traced: tuple[Configuration, int, int, float]) -> tuple[int, float]:
+            _, needed, on_host, seconds = traced
+            return self._lacks(needed, on_host), seconds
+
+        return self.planned(min(tried.values(), key=rank)[0])
+
+    def _solve_in_rounds(self, problem: Problem, tried: dict[str, tuple[Configuration, int, int, float]]) -> Problem:
+        """Add presets to ``tried``, with their traced bytes and seconds; return the problem that these correct."""
         for _ in range(ROUNDS):
             try:
                 choice = solve(problem)
@@ -226,16 +243,30 @@ class _Solver:
                 break
             trace = self._trace(config)
             needed, seconds = self._costs(config, trace)
-            lacking = max(0, needed - self._budget) + max(0, trace.host_bytes - (host or trace.host_bytes))
-            tried[repr(config)] = (lacking > 0, lacking or seconds), config
+            tried[repr(config)] = config, needed, trace.host_bytes, seconds
             problem = corrected(problem, choice, self._without_launches * seconds)
             problem = replace(
                 problem,
                 budget=self._budget - (needed - choice.peak),
-                host=None if host is None else host - max(0, trace.host_bytes - choice.host),
+                host=None if self._host is None else self._host - max(0, trace.host_bytes - choice.host),
             )
-        _, config = min(tried.values(), key=lambda each: each[0])
-        return self.planned(config)
+        return problem
+
+    def _without_reserve(self, problem: Problem) -> Problem:
+        """Allow all memory, and return the problem with it."""
+        more = self._planner.budget - self._budget
+        self._budget += more
+        problem = replace(problem, budget=problem.budget + more)
+        if self._host is None or self._all_of_host is None or problem.host is None:
+            return problem
+        more = self._all_of_host - self._host
+        self._host += more
+        return replace(problem, host=problem.host + more)
+
+    def _lacks(self, needed: int, on_host: int) -> int:
+        """Return the missing bytes of device and host."""
+        host = on_host if self._host is None else self._host
+        return max(0, needed - self._budget) + max(0, on_host - host)
 
     def in_block_micro_batches(self) -> Plan:
         """Return the plan with the fewest micro-batches within blocks that fit, or with most if none do.
@@ -265,7 +296,7 @@ class _Solver:
 
     def _fits(self, config: Configuration) -> bool:
         trace = self._trace(config)
-        return self._costs(config, trace)[0] <= self._budget and trace.host_bytes <= (self._host or trace.host_bytes)
+        return not self._lacks(self._costs(config, trace)[0], trace.host_bytes)
 
     # --- tables ---
 

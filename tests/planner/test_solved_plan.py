@@ -99,7 +99,7 @@ def test_tables_of_equal_modes_predict_peaks_of_mixed_ones(on: str) -> None:
 
 def test_choice_becomes_a_preset_of_modes_and_budgets() -> None:
     base = compose("compact")
-    solver = _Solver(Planner(make, text(4), {}, device("rtx_4090"), GiB), Bases({"compact": base}), base)
+    solver = _Solver(Planner(make, text(4), {}, device("rtx_4090"), GiB), base)
     solver._resident = {"optimizer_states": 300, "weights": 200}
     solver._slabs = 1000
     modes = {"blocks.0": "recompute", "blocks.1": "offload", "blocks.2": "keep"}
@@ -124,7 +124,8 @@ def test_traced_bytes_above_the_tables_correct_the_next_round(
 ) -> None:
     base = replace(compose("baseline"), precision="32-true")
     planner = Planner(make, text(4), {}, device("cpu"), budget)
-    solver = _Solver(planner, Bases({"baseline": base}, accept_tight=True), base)
+    solver = _Solver(planner, base)
+    solver._budget, solver._host = budget, host
     options = {
         "keep": Option(100, 100, 5, 1, 2, 0 if host is None else 60),
         "recompute": Option(0, 20, 100, 1, 3),
@@ -162,7 +163,7 @@ def test_fastest_of_micro_batches_and_recomputation_is_solved(
     monkeypatch: pytest.MonkeyPatch, again: float, size: int, kept: int
 ) -> None:
     """A call takes 0.2 s and 1/8 s per sample, and ``again`` times as much if it is recomputed."""
-    planner, base = Planner(make, text(8), {}, device("cpu"), 1400), replace(compose("baseline"), precision="32-true")
+    planner, base = Planner(make, text(8), {}, device("cpu"), 1470), replace(compose("baseline"), precision="32-true")
 
     def tables(size: int) -> Problem:
         seconds = 8 / size * (0.2 + size / 8)
@@ -190,13 +191,44 @@ def test_fastest_of_micro_batches_and_recomputation_is_solved(
     monkeypatch.setattr(planner, "costs", lambda config, trace: (trace.choice.peak, trace.choice.seconds))
     monkeypatch.setattr(planner, "plan", planned)
     lacking = {"baseline": plan_with(preset="baseline", verdict="does not fit")}
-    result = solved(planner, Bases({"baseline": base}, accept_tight=True), lacking)
+    result = solved(planner, Bases({"baseline": base}), lacking)
     written = configuration_of(result)
     assert (result.micro_batch, result.accumulation) == (size, 8 // size)
     assert (settings_of(written, MICRO_BATCH) is None) == (size == 8)
     modes = settings_of(written, "modes")
     assert len(NAMES if modes is None else modes.modes["keep"]) == kept
-    assert solved(planner, Bases({"baseline": base}, accept_tight=True, whole_batch=True), lacking).micro_batch == 8
+    assert solved(planner, Bases({"baseline": base}, whole_batch=True), lacking).micro_batch == 8
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(1071, 2), (1039, 3), (1025, 2), (990, 0)])
+def test_fastest_plan_that_fits_tightly_is_solved_if_none_leaves_the_reserve(
+    monkeypatch: pytest.MonkeyPatch, budget: int, kept: int
+) -> None:
+    """The module takes 1000 bytes, and each of four blocks 10 more unless it is recomputed; 1071 are 1020 and 5 %."""
+    planner, base = Planner(make, text(4), {}, device("cpu"), budget), replace(compose("baseline"), precision="32-true")
+    options = {"keep": Option(10, 10, 0, 1, 2), "recompute": Option(0, 0, 0, 1, 3)}
+    tables = Problem([Call(name, options) for name in NAMES], [3, 2, 1, 0], 1000, 0, 0, {}, 0)
+
+    def choice(config: Configuration) -> Choice:
+        by_mode = (settings_of(config, "modes") and settings_of(config, "modes").modes) or {"keep": NAMES}
+        return evaluate(tables, {name: mode for mode, names in by_mode.items() for name in names})
+
+    def planned(name: str, config: Configuration) -> Plan:
+        needed, seconds = choice(config).peak, choice(config).seconds
+        fields = {"budget_bytes": budget, "verdict": verdict_of(needed, budget), "seconds_per_step": seconds}
+        return plan_with(preset=name, needed_bytes=needed, **fields)
+
+    monkeypatch.setattr(_Solver, "_problem", lambda self: replace(tables, budget=self._budget))
+    monkeypatch.setattr(_Solver, "_arranged", lambda self, config: config)
+    monkeypatch.setattr(planner, "captured", lambda config, size: SimpleNamespace(choice=choice(config), host_bytes=0))
+    monkeypatch.setattr(planner, "costs", lambda _, trace: (trace.choice.peak, trace.choice.seconds))
+    monkeypatch.setattr(planner, "plan", planned)
+    bases = Bases({"baseline": base}, whole_batch=True)
+    result = solved(planner, bases, {"baseline": planned("baseline", base)})
+    assert (result.needed_bytes, result.verdict) == (1000 + 10 * kept, verdict_of(1000 + 10 * kept, budget))
+    planner.budget = budget = 1040
+    with pytest.raises(PlanError, match=mentions("baseline fits tightly")):
+        solved(planner, bases, {"baseline": planned("baseline", base)})
 
 
 def test_micro_batch_of_a_solved_plan_is_written_as_it_is_described() -> None:
@@ -205,7 +237,7 @@ def test_micro_batch_of_a_solved_plan_is_written_as_it_is_described() -> None:
     needed = planner.plan("all", config).needed_bytes
     for budget, described, verdict in ((needed, 4, "tight"), (needed - 1, 3, "fits")):
         planner.budget = budget
-        plan = _Solver(planner, Bases({}, accept_tight=True), base, 4, ScaledTraces(planner)).planned(config)
+        plan = _Solver(planner, base, 4, ScaledTraces(planner)).planned(config)
         assert (plan.micro_batch, plan.verdict) == (described, verdict)
         assert solved_lines(configuration_of(plan)) == [f"callback.micro_batching.micro_batch={described}"]
 
@@ -228,7 +260,7 @@ def test_blocks_run_in_the_fewest_micro_batches_that_fit_if_no_whole_batch_does(
     monkeypatch.setattr(_Solver, "_trace", lambda self, config: SimpleNamespace(config=config, host_bytes=0))
     monkeypatch.setattr(planner, "costs", lambda _, trace: (planned("", trace.config).needed_bytes, 1.0))
     monkeypatch.setattr(planner, "plan", planned)
-    bases = Bases({"compact": base}, accept_tight=True)
+    bases = Bases({"compact": base})
     result = solved(planner, bases, {"compact": lacking})
     config = configuration_of(result)
     assert result.needed_bytes == 4000 // number
@@ -239,7 +271,7 @@ def test_blocks_run_in_the_fewest_micro_batches_that_fit_if_no_whole_batch_does(
     assert settings_of(config, "moving") is not None
     whole = replace(bases, whole_batch=True)
     assert solved(planner, whole, {"compact": lacking}).needed_bytes == 4000
-    planner.budget = most = 4000
+    planner.budget = most = 4200  # 4000 and 5 %
     assert solved(planner, bases, {"compact": lacking}).configuration is None, "a whole batch fits"
     with pytest.raises(PlanError, match="fits as it is"):
         solved(planner, bases, {"compact": replace(lacking, verdict="fits")})
@@ -247,8 +279,9 @@ def test_blocks_run_in_the_fewest_micro_batches_that_fit_if_no_whole_batch_does(
     between = replace(lacking, preset="bf16", verdict="fits", needed_bytes=3000, seconds_per_step=0.9)
     plans = {"compact": replace(lacking, seconds_per_step=0.5), "bf16": between}
     both = replace(bases, bases={"compact": base, "bf16": compose("bf16")})
-    with pytest.raises(PlanError, match=mentions("bf16 fits as it is", "less time")):
-        solved(planner, both, plans)
+    for seconds in (0.9, 1.0):
+        with pytest.raises(PlanError, match=mentions("bf16 fits as it is", "less time")):
+            solved(planner, both, {**plans, "bf16": replace(between, seconds_per_step=seconds)})
     assert solved(planner, both, {**plans, "bf16": replace(between, seconds_per_step=2.0)}).preset == "solved"
 
 
@@ -380,7 +413,7 @@ def traced(make: Callable[[], Any], batch: Any, preset: str) -> Problem:
     """Return the tables of a module's traces on a GPU that is slow enough for its copies."""
     card = replace(device("rtx_4090"), host_bandwidth=2e9)
     planner = Planner(make, batch, {}, card, 10 * GiB, host_memory=64 * GiB)
-    return _Solver(planner, Bases({preset: compose(preset)}), compose(preset))._problem()
+    return _Solver(planner, compose(preset))._problem()
 
 
 def test_states_that_are_too_small_to_leave_the_device_are_no_choice() -> None:

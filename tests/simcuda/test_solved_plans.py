@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import lightning_solo as solo
 from lightning_solo.planner import solved_plan
-from lightning_solo.planner.bases import WEIGHTS, Bases, settings_of
+from lightning_solo.planner.bases import WEIGHTS, settings_of
 from lightning_solo.planner.device import device
 from lightning_solo.planner.planner import Planner
 from lightning_solo.planner.rules import arrange
@@ -36,7 +36,7 @@ def test_peak_of_weights_on_the_host_is_the_planned_one(tmp_path: Path, monkeypa
     card = replace(device("rtx_4090"), workspace_bytes=0, context_bytes=0)
     planner = Planner(make, batch, {}, card, GiB, host_memory=8 * GiB)
     base = compose("compact")
-    solver = _Solver(planner, Bases({"compact": base}, accept_tight=True), base)
+    solver = _Solver(planner, base)
     problem = solver._problem()
     everything = {name: part.bytes for name, part in problem.movables.items()}
     most = evaluate(problem, dict.fromkeys(problem.options, "keep")).peak
