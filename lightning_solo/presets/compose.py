@@ -391,8 +391,11 @@ def to_plain(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_unset(preset: Any, fields: Any) -> Any:
-    """Return a preset's plain fields without those that no file sets, if it has the schema of presets."""
-    if OmegaConf.get_type(preset) is not PresetSchema:
+    """Return a preset's plain fields without those that no file sets, if it has been composed from the schema.
+
+    A composed preset that was saved, as in Hydra's `.hydra/config.yaml`, has all of the schema's mappings.
+    """
+    if OmegaConf.get_type(preset) is not PresetSchema and not {"strategy", "callback", "auto"} <= {*(fields or {})}:
         return fields
     return {name: value for name, value in fields.items() if not (name in UNSET and value == "???")}
 

@@ -283,6 +283,18 @@ def test_mandatory_value_must_be_given(user_presets: Path) -> None:
     assert "precision" in refused({"precision": "???"})
 
 
+def test_saved_composition_may_leave_fields_to_the_trainer(tmp_path: Path) -> None:
+    """An application's `.hydra/config.yaml` and a run's `config.yaml` have `???` for them."""
+    with initialize_config_dir(str(tmp_path), **VERSION_BASE):
+        cfg = hydra_compose(overrides=["+solo=ddp", "solo.devices=2"])
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    saved = OmegaConf.load(tmp_path / "config.yaml").solo
+    assert OmegaConf.is_missing(saved, "precision")
+    configuration = compose(saved)
+    assert (configuration.precision, configuration.devices) == (None, 2)
+    assert configuration.techniques == compose("ddp").techniques
+
+
 @pytest.mark.parametrize(
     ("text", "where"),
     [
