@@ -11,7 +11,8 @@
 │   └── jobs/7/
 │       ├── start.json       attempt, configuration and folder; written by the command before the job starts
 │       ├── progress.json    step, loss and memory during training; written by the observer that joins the job's Trainer
-│       └── result.json      what the job reports at its end
+│       ├── result.json      what the job reports at its end
+│       └── end.json         how its process ended; written by the process that starts the jobs
 └── 7/output.log         what job 7 printed; the folder is named by `hydra.sweep.subdir`
 ```
 Each of these JSON files is complete or absent.
@@ -29,6 +30,7 @@ from typing import Any
 from lightning_solo.atomic_files import link_outwards, read_json, try_lock
 from lightning_solo.errors import CheckpointError
 from lightning_solo.processes import is_running
+from lightning_solo.sweeps.outcome import End
 
 OUTPUT = "output.log"
 KEPT_BYTES = 2**20
@@ -87,11 +89,28 @@ class JobFiles:
         self.start = path / "start.json"
         self.progress = path / "progress.json"
         self.result = path / "result.json"
+        self.end = path / "end.json"
 
     def result_of(self, attempt: int) -> dict[str, Any] | None:
         """Return the result that this attempt wrote; None where it wrote none."""
-        result = read_json(self.result)
-        return result if result is not None and result.get("attempt") == attempt else None
+        return self._of_attempt(self.result, attempt)
+
+    def end_of(self, attempt: int, started: float) -> End:
+        """Return the end of an attempt's process, also where the process that starts the jobs was killed with it.
+
+        Then its time ends with its last progress or result.
+        """
+        if (end := self._of_attempt(self.end, attempt)) is not None:
+            return End(**{name: value for name, value in end.items() if name != "attempt"})
+        result = self.result_of(attempt)
+        signs = [file.stat().st_mtime for file in (self.progress, self.result) if file.exists()]
+        seconds = max(max(signs, default=started) - started, 0.0)
+        return End(int("error" in (result or {})), seconds, interrupted=result is None)
+
+    @staticmethod
+    def _of_attempt(file: Path, attempt: int) -> dict[str, Any] | None:
+        written = read_json(file)
+        return written if written is not None and written.get("attempt") == attempt else None
 
 
 class SweepFolder:

@@ -19,12 +19,13 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lightning_solo.atomic_files import write_json
 from lightning_solo.errors import ConflictError, PresetError, SoloError, listed
 from lightning_solo.processes import NVML, Child, environment, fork, start
 from lightning_solo.sweeps.application import Application, load
@@ -205,9 +206,6 @@ class Server:
         os.close(job.descriptor)
         del self.running[request.number]
         cut_output(output_file(request.folder), settings.output_mib * 2**20)
-        files = self.sweep.job(request.number)
-        if self.connection is None and "error" in (files.result_of(request.attempt) or {}):
-            files.result.unlink()  # it failed because of the interrupt, so this is not its result
         end = End(
             exit_code,
             time.monotonic() - job.started,
@@ -216,6 +214,8 @@ class Server:
             settings.timeout_s if job.timed_out else None,
             job.interrupted,
         )
+        with suppress(OSError):  # a full disk; the next command reads it if this one has ended
+            write_json(self.sweep.job(request.number).end, {"attempt": request.attempt, **asdict(end)}, durable=False)
         self._send((request.number, end))
 
 

@@ -30,20 +30,18 @@ from lightning_solo.sweeps.server import serve
 LOOK_S = 0.25
 
 
-def row_or_try(job: Job, start: Mapping[str, Any], row: Row | None, settings: Settings) -> Row | Try:
+def row_or_try(job: Job, start: Mapping[str, Any], row: Row, settings: Settings) -> Row | Try:
     """Return the row of an unchanged job's last attempt if it counts, else the job's next try.
 
     Args:
         job: a job that an earlier command has started.
         start: the record of its last start.
-        row: of the attempt that was started last; None if it left no result.
+        row: of the attempt that was started last.
         settings: the launcher's settings.
     """
     attempt, rerun = start["attempt"] + 1, settings.rerun
-    failed = row is not None and row.status not in (FINISHED, INTERRUPTED)
+    failed = row.status not in (FINISHED, INTERRUPTED)
     failures = start.get("failures", 0) + failed if rerun == "never" else 0
-    if row is None:
-        return Try(job, attempt, failures)
     if rerun != "all" and (row.status == FINISHED or (failed and failures > settings.retries)):
         return row
     if row.status == FINISHED:
@@ -159,12 +157,12 @@ class Sweep:
         if anew := changed(job, start, self.settings, self.application.code):
             return Try(job, start["attempt"] + 1, anew=anew)
         if row is None or row.attempt != start["attempt"]:  # the command ended before it wrote the row
-            row, result = None, files.result_of(start["attempt"])
-            if result is not None:
-                before = Try(job, start["attempt"], gpus=tuple(filter(None, start.get("gpu", "").split(","))))
-                row = self._row(before, End(int("error" in result)))
-                if row.status == OUT_OF_DEVICE_MEMORY and start.get("shared"):
-                    return Try(job, start["attempt"] + 1, start.get("failures", 0), alone=True)
+            gpus = tuple(filter(None, start.get("gpu", "").split(",")))
+            one = Try(job, start["attempt"], start.get("failures", 0), seconds=start.get("seconds", 0.0), gpus=gpus)
+            row = self._row(one, files.end_of(one.attempt, start.get("started", time.time())))
+            if row.status == OUT_OF_DEVICE_MEMORY and start.get("shared"):
+                return Try(job, one.attempt + 1, one.failures, seconds=row.seconds or 0.0, alone=True)
+            if row.status != INTERRUPTED:
                 self._write(row)
         return row_or_try(job, start, row, self.settings)
 
@@ -262,10 +260,10 @@ class Sweep:
                 former = job.folder.rename(job.folder.with_name(f"{job.folder.name}.attempt-{one.attempt - 1}"))
                 self.tell("anew", job.number, f"{one.anew}; its former folder is now {former.name}")
             start = {"attempt": one.attempt, "failures": one.failures, "started": time.time(), "folder": folder}
-            start |= {"gpu": gpu, "shared": self.settings.jobs_per_gpu != 1 and not one.alone}
+            start |= {"gpu": gpu, "shared": self.settings.jobs_per_gpu != 1 and not one.alone, "seconds": one.seconds}
             what = {"overrides": job.overrides, "config_hash": job.config_hash, "code": self.application.code}
             write_json(files.start, {**start, **what})
-            for file in (files.result, files.progress):  # of an earlier attempt
+            for file in (files.result, files.progress, files.end):  # of an earlier attempt
                 file.unlink(missing_ok=True)
         except OSError as error:
             self._full = files.path, str(error)
@@ -290,16 +288,16 @@ class Sweep:
 
     def _ended(self, waiting: deque[Try], one: Try, end: End) -> None:
         row = self._row(one, end)
+        crowded = one.shared and row.status == OUT_OF_DEVICE_MEMORY
         failed = row.status not in (FINISHED, INTERRUPTED)
-        crowded = one.shared and row.status == OUT_OF_DEVICE_MEMORY and not self._stops()
-        retried = failed and one.failures < self.settings.retries and not self._stops()
+        again = (crowded or (failed and one.failures < self.settings.retries)) and not self._stops()
         detail = f"{row.status} {row.detail}".strip()
         detail += f" (beside other jobs on GPU {row.gpu})" if crowded else ""
-        self.tell("again" if crowded or retried else "ended", row.number, detail)
-        if crowded or retried:
+        self.tell("again" if again else "ended", row.number, detail)
+        if again:
             failures = one.failures + (not crowded)
             waiting.appendleft(Try(one.job, one.attempt + 1, failures, seconds=row.seconds or 0.0, alone=crowded))
-        else:
+        elif not crowded:  # else the next command runs it alone
             self._write(row)
             self.rows[row.number] = row
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from lightning_solo.sweeps.files import SweepFolder
 from lightning_solo.sweeps.gpus import check_devices, devices_of, gpus_of, place, variables_of, with_parallel
 from lightning_solo.sweeps.job_process import JobRequest
 from lightning_solo.sweeps.jobs import Job, Settings, Try
-from lightning_solo.sweeps.results import Row
+from lightning_solo.sweeps.outcome import End
+from lightning_solo.sweeps.results import Row, read
 from tests.messages import lines_with, mentions
 from tests.sweeps.applications import (
     THREAD,
@@ -297,15 +299,30 @@ def test_job_that_ran_out_of_memory_beside_another_when_its_command_ended_runs_a
     (one,) = plain_jobs(tmp_path, 1)
     files, error = sweep.folder.job(0), {"type": "OutOfMemoryError", "message": "CUDA out of memory"}
     write_json(files.result, {"attempt": 2, "error": error})
+    write_json(files.end, {"attempt": 2, "exit_code": 1, "seconds": 4.0})
     for shared in (True, False):
         start = {"attempt": 2, "failures": 1, "config_hash": "hash", "code": {}, "gpu": "3", "shared": shared}
-        write_json(files.start, start)
+        write_json(files.start, {**start, "seconds": 3.0})
         again = sweep._row_or_try(one, None)
         if shared:
-            assert again == Try(one, 3, 1, alone=True)
+            assert again == Try(one, 3, 1, seconds=7.0, alone=True)
         else:
             assert isinstance(again, Row)
             assert (again.status, again.gpu) == ("out of device memory", "3")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_job_that_ran_out_of_memory_beside_another_before_ctrl_c_has_no_row(tmp_path: Path, shared: bool) -> None:
+    """The next command runs it alone."""
+    sweep = plain_sweep(tmp_path, gpus=["3"], jobs_per_gpu=2)
+    (one,) = plain_jobs(tmp_path, 1)
+    error = {"type": "OutOfMemoryError", "message": "CUDA out of memory"}
+    write_json(sweep.folder.job(0).result, {"attempt": 1, "error": error})
+    sweep._signals = [signal.SIGINT]
+    waiting: deque[Try] = deque()
+    sweep._ended(waiting, Try(one, 1, shared=shared), End(1, 2.0))
+    assert not waiting
+    assert [row.status for row in read(sweep.folder.results)] == ([] if shared else ["out of device memory"])
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from lightning_solo.errors import PresetError
 from lightning_solo.sweeps import job_process
 from lightning_solo.sweeps.display import Display, failures
 from lightning_solo.sweeps.files import SweepFolder
-from lightning_solo.sweeps.jobs import Job, check_folders
+from lightning_solo.sweeps.jobs import Job, Try, check_folders
 from lightning_solo.sweeps.observer import figures
 from lightning_solo.sweeps.results import Row, append, read, read_all
 from tests.conftest import long
@@ -275,6 +275,24 @@ def test_time_of_a_resumed_job_includes_the_interrupted_attempt(tmp_path: Path) 
     assert ["attempt 2" in detail for event, _, detail in told if event == "started"] == [True]
 
 
+def test_job_that_ended_after_its_command_has_the_time_of_all_its_attempts(tmp_path: Path) -> None:
+    (one,) = plain_jobs(tmp_path, 1)
+    sweep = plain_sweep(tmp_path)
+    [row] = sweep.run([one])
+    files = sweep.folder.job(0)
+    assert (read_json(files.end) or {})["seconds"] == row.seconds
+    end = {"attempt": 1, "exit_code": 0, "seconds": 40.0, "peak_host_bytes": 5, "interrupted": True}
+    write_json(files.start, {**(read_json(files.start) or {}), "seconds": 60.0})
+    sweep.folder.results.unlink()
+    write_json(files.end, end)
+    kept = sweep._row_or_try(one, None)
+    assert isinstance(kept, Row)
+    assert (kept.status, kept.seconds, kept.peak_host_bytes) == ("finished", 100.0, 5)
+    files.result.unlink()
+    assert sweep._row_or_try(one, None) == Try(one, 2, seconds=100.0)
+    assert [row.status for row in read(sweep.folder.results)] == ["finished"]
+
+
 def test_failure_counts_if_the_command_ended_before_its_row(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1", "kind=raise", code=1)
     state = SweepFolder(sweep_folder(tmp_path))
@@ -322,7 +340,8 @@ def test_progress_of_an_earlier_attempt_is_not_taken(tmp_path: Path) -> None:
 def test_lost_attempt_does_not_count_as_a_retry(tmp_path: Path) -> None:
     sweep(tmp_path, "n=1", "kind=raise", code=1)
     state = SweepFolder(sweep_folder(tmp_path))
-    write_json(state.job(0).result, {})  # as if it had been cut off
+    for file in (state.job(0).result, state.job(0).end):
+        write_json(file, {})  # as if they had been cut off
     state.results.unlink()
     sweep(tmp_path, "n=1", "kind=raise", "hydra.launcher.retries=1", code=1)
     assert starts(tmp_path) == {1: 3}  # lost, failed, tried again

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from lightning_solo.atomic_files import read_json
 from lightning_solo.processes import is_running
+from lightning_solo.sweeps.files import SweepFolder
 from tests.conftest import long
 from tests.messages import lines_with
 from tests.sweeps.applications import (
@@ -320,6 +322,8 @@ def test_job_of_a_killed_command_ends_and_is_resumed(tmp_path: Path, wait: str, 
         assert process.wait(timeout=500) == 0
     (row,) = rows_of(tmp_path)
     assert (row.status, row.attempt, row.returned) == ("finished", 2, "1")
+    second = read_json(SweepFolder(sweep_folder(tmp_path)).job(0).end) or {}
+    assert row.seconds > second["seconds"] > 0  # the first attempt counts too
 
 
 @forked_or_fresh
