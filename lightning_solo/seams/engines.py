@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_solo.errors import ConflictError, SoloError
 from lightning_solo.machine import HOST_SHARE, host_share
-from lightning_solo.processes import environment
+from lightning_solo.processes import ending, environment
 from lightning_solo.seams import patches
 from lightning_solo.seams.homes import OfEitherHome
 
@@ -186,7 +185,7 @@ class Peers:
             first = store.compare_set(self.key, "", own).decode()
             store.add(f"{self.key}/count", 1)
         if isinstance(exception, RuntimeError) and not isinstance(exception, SoloError):
-            self._cause = first if first != own else self._killed()
+            self._cause = first if first != own else self._ended(store)
             self.name_cause(exception)
         self._start(self._end_alone, exception)
         self._start(self._count_failures, store, torch.distributed.get_world_size())
@@ -196,7 +195,7 @@ class Peers:
         if self._cause is not None:
             exception.args = (f"{self._cause}\n{exception}",)
 
-    def _killed(self) -> str | None:
+    def _ended(self, store: Any) -> str | None:
         """Return which other process of this machine has ended without an error of its own, after a wait of a second.
 
         Its connections close a moment before it has ended.
@@ -205,8 +204,11 @@ class Peers:
             if self._parent is not None and os.getppid() != self._parent:
                 return "the first process has ended"
             for number, child in enumerate(self._children, 1):
-                if (code := child.poll()) is not None and code < 0:
-                    return f"process {number} was ended by {signal.Signals(-code).name}"
+                code = child.poll() or 0
+                if code < 0:
+                    return f"process {number} was ended by {ending(code)}"
+                if code > 0 and store.add(f"{self.key}/count", 0) == 1:  # the failure of this process
+                    return f"process {number} has ended with {ending(code)}"
             time.sleep(0.1)
         return None
 

@@ -38,6 +38,7 @@ from lightning_solo.zero.process import (
 from lightning_solo.zero.refusals import (
     one_optimizer,
     refuse_clipping_by_value,
+    refuse_empty_groups,
     refuse_module,
     refuse_trainer,
     the_optimizer,
@@ -278,7 +279,9 @@ class ZeroStrategy(Base):
             raise ConflictError(
                 f"strategy={self.name} steps one optimizer, not several; {one_optimizer(self.name)}"
             ) from None
-        return the_optimizer(optimizers, self.name), configs
+        optimizer = the_optimizer(optimizers, self.name)
+        refuse_empty_groups(optimizer, self.stage, self.name, has_schedule=bool(configs))
+        return optimizer, configs
 
     # --- the step ---
 

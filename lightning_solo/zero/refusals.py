@@ -84,6 +84,26 @@ def refuse_module(module: nn.Module, stage: int, strategy: str) -> None:
         )
 
 
+def refuse_empty_groups(optimizer: Optimizer, stage: int, strategy: str, *, has_schedule: bool) -> None:
+    """Refuse parameter groups that DeepSpeed removes from an optimizer with a schedule, or fails at.
+
+    Raises:
+        ConflictError: a group has no parameters, or at stage 2 none that is trained.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        trained = [p for p in group["params"] if p.requires_grad]
+        if not group["params"] and has_schedule:
+            what = "no parameters: DeepSpeed removes it, and the schedule has a rate for it"
+        elif group["params"] and not trained and stage == 2:
+            what = "frozen parameters alone, for which ZeRO's stage 2 has no gradients"
+        else:
+            continue
+        raise ConflictError(
+            f"strategy={strategy} and group {number} of {type(optimizer).__name__}, which has {what}; leave such groups"
+            " out in configure_optimizers, as [g for g in groups if any(p.requires_grad for p in g['params'])]"
+        )
+
+
 def the_optimizer(optimizers: Sequence[Optimizer], strategy: str) -> Optimizer:
     """Return the only optimizer of a module.
 

@@ -110,3 +110,13 @@ def test_compact_states_under_fsdp_refuse_mixed_precision_and_a_folder(
     assert len(offered) == 2
     for overrides in offered:
         assert compose(preset, overrides).engine == "fsdp"
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "schedule_free_adamw"])
+def test_an_optimizer_of_whole_weights_replaces_none_under_fsdp(optimizer: str) -> None:
+    replaced = {"callback": {"optimizer_replacement": {"optimizer": optimizer, "lr": 0.01}}}
+    assert parse_configuration({"strategy": {"name": "ddp"}, **replaced}).engine == "ddp"
+    with pytest.raises(ConflictError, match=mentions(optimizer, "strategy=fsdp")) as refusal:
+        parse_configuration({"strategy": {"name": "fsdp"}, **replaced})
+    for overrides in remedies(str(refusal.value)):
+        assert compose({"strategy": {"name": "fsdp"}, **replaced}, overrides).engine == "fsdp"

@@ -21,6 +21,7 @@ from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.census import LEAST, Kind, take_census
 from lightning_solo.memory.ledger import storages_of
 from lightning_solo.nn.sharding import require_sharded, shard, sparse_embeddings
+from lightning_solo.optim.schedule_free import ScheduleFreeAdamW
 from lightning_solo.reference.byte_gpt import ByteGPT
 from lightning_solo.techniques.compact_states.technique import CompactStates
 from lightning_solo.techniques.fsdp.technique import ShardedStrategy
@@ -133,6 +134,14 @@ def test_a_parameter_made_after_sharding_is_refused_before_it_trains(tmp_path: P
 
     module.configure_optimizers = late
     with pytest.raises(ConflictError, match=mentions("scale")):
+        fitted("fsdp", tmp_path, module=module, devices=1)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, ScheduleFreeAdamW])
+def test_an_optimizer_of_whole_weights_is_refused_before_it_steps(optimizer: Any, tmp_path: Path) -> None:
+    module = regression(L, Stack(blocks=2))
+    module.configure_optimizers = lambda: optimizer(module.parameters())
+    with pytest.raises(ConflictError, match=mentions(optimizer.__name__, "AdamW", "ddp")):
         fitted("fsdp", tmp_path, module=module, devices=1)
 
 

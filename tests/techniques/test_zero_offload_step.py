@@ -206,6 +206,18 @@ def lbfgs(made: Any) -> None:
     made.configure_optimizers = lambda: torch.optim.LBFGS(made.parameters())
 
 
+def frozen_group(made: Any) -> None:
+    made.net.blocks.requires_grad_(False)
+    groups = [{"params": [*part.parameters()]} for part in (made.net.blocks, made.net.head)]
+    made.configure_optimizers = lambda: torch.optim.AdamW(groups)
+
+
+def empty_group(made: Any, schedule: bool = True) -> None:
+    optimizer = torch.optim.AdamW([{"params": []}, {"params": [*made.parameters()]}])
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0] * 2)] if schedule else []
+    made.configure_optimizers = lambda: ([optimizer], schedules)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -214,6 +226,8 @@ def lbfgs(made: Any) -> None:
         (two_optimizers, ConflictError, ["one optimizer", "several parameter groups"]),
         (two_by_hand, ConflictError, ["configure_optimizers returned 2", "several parameter groups"]),
         (lbfgs, ConflictError, ["LBFGS", "AdamW"]),
+        (frozen_group, ConflictError, ["group 0 of AdamW", "frozen", "leave such groups out"]),
+        (empty_group, ConflictError, ["group 0 of AdamW", "no parameters", "leave such groups out"]),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*configure_optimizers.* returned .None:UserWarning")
@@ -226,6 +240,13 @@ def test_module_that_the_engine_cannot_step_is_refused_without_a_trace(
         make_trainer(home, strategy=strategy(home)).fit(made, loader())
     assert not torch.distributed.is_initialized()
     assert largest_difference(made, module(home)) == 0
+
+
+def test_a_group_without_parameters_is_trained_without_a_schedule(home: ModuleType, make_trainer: Any) -> None:
+    made = module(home)
+    empty_group(made, schedule=False)
+    make_trainer(home, strategy=strategy(home)).fit(made, loader())
+    assert largest_difference(made, module(home)) > 0
 
 
 @pytest.mark.parametrize(

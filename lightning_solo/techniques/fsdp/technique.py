@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from lightning_solo.cards.settings import TechniqueSettings
@@ -14,6 +15,7 @@ from lightning_solo.errors import ConflictError, NothingToDoError
 from lightning_solo.memory.sharded_tensors import gathered
 from lightning_solo.nn.blocks import named_blocks
 from lightning_solo.nn.sharding import load_weights, require_sharded, shard
+from lightning_solo.optim.schedule_free import ScheduleFreeAdamW
 from lightning_solo.optim.sharded_states import gathered_states, load_states, restore_optimizer
 from lightning_solo.seams import patches
 from lightning_solo.seams.engines import SeveralDevices
@@ -97,6 +99,12 @@ class ShardedStrategy(Base, Settings):
         with patches.configures_its_model(module):
             super().setup(trainer)
         require_sharded(module)  # optimizers may have made others
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, (torch.optim.Adafactor, ScheduleFreeAdamW)):
+                raise ConflictError(
+                    f"strategy=fsdp and {type(optimizer).__name__}, which needs whole weights or their means, and has"
+                    " shards; write another optimizer, such as torch.optim.AdamW, or the preset ddp"
+                )
         if trainer.training and not self.is_alone and not self.find_unused_parameters:
             assert self._stack is not None
             assert self.peers is not None  # of setup_environment, both

@@ -32,6 +32,10 @@ DECAY_SHARE = 0.2
 LOW_BIT = ("adamw_8bit", "adamw_4bit")
 OWN_STATES = (*LOW_BIT, "muon", "schedule_free_adamw")
 """Optimizers whose states and weights no other technique can store."""
+OF_WHOLE_WEIGHTS = {
+    "adafactor": "has means of whole rows and columns",
+    "schedule_free_adamw": "saves averages of whole weights",
+}
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,15 @@ def _precision(settings: Settings, configuration: Configuration) -> str | None:
     return None
 
 
+def _under_fsdp(settings: Settings, configuration: Configuration) -> str:
+    if settings.optimizer in OF_WHOLE_WEIGHTS:
+        return (
+            f"{settings.optimizer} {OF_WHOLE_WEIGHTS[settings.optimizer]}, which aren't gathered from shards; write"
+            f" {OPTION}.optimizer=adamw"
+        )
+    return ROUNDING
+
+
 def _owned(settings: Settings) -> frozenset[str]:
     return frozenset({"optimizer"} | ({"averaged_weights"} if settings.optimizer == "schedule_free_adamw" else set()))
 
@@ -150,5 +163,7 @@ CARD = Card(
     caveat=lambda settings: "trains by another optimizer or schedule than the module's",
     on_cpu={"weight_decay": 0.05, "schedule": "constant"},  # near the AdamW of other runs, for comparisons
     footprint="lightning_solo.techniques.optimizer_replacement.card:footprint",
-    engines=answers(ddp=ROUNDING, fsdp=ROUNDING, zero3="the engine makes the optimizer of configure_optimizers itself"),
+    engines=answers(
+        ddp=ROUNDING, fsdp=_under_fsdp, zero3="the engine makes the optimizer of configure_optimizers itself"
+    ),
 )
