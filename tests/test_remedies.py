@@ -429,7 +429,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "techniques/layer_freezing/technique.py": 2,
         "techniques/micro_batching/gradient_caching.py": 4,
         "techniques/prefetch/technique.py": 1,
-        "techniques/fsdp/technique.py": 1,
+        "techniques/fsdp/technique.py": 2,
         "cards/configuration.py": 1,
         "cards/engines.py": 3,
         "guard.py": 1,
