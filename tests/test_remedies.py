@@ -416,6 +416,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "prediction/files.py": 2,
         "prediction/streaming.py": 7,
         "presets/old_spellings.py": 2,
+        "seams/patches.py": 1,
         "seams/released_gradients.py": 5,
         "seams/run.py": 3,
         "seams/same_modules.py": 1,

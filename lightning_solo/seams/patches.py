@@ -21,6 +21,7 @@ from torch.random import fork_rng
 from torch.utils.data import RandomSampler
 
 from lightning_solo.attributes import replaced
+from lightning_solo.errors import ConflictError
 from lightning_solo.seams.homes import part
 
 Around = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -179,11 +180,21 @@ def without_distributed_sampler(trainer: Any) -> Any:
 
 
 def samplers_kept_in_order(trainer: Any) -> Any:
-    """Split the items of a training loader over processes in the order of its sampler; Lightning shuffles any."""
+    """Split the items of a training loader over processes in the order of its sampler; Lightning shuffles any.
+
+    Fewer items than processes are refused: torch's sampler would repeat them.
+    """
     connector = trainer._data_connector
     stock = connector._resolve_sampler
 
     def resolve_sampler(dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
+        if getattr(mode, "value", None) == "train" and connector._requires_distributed_sampler(dataloader):
+            items = len(dataloader.sampler)
+            if 0 < items < trainer.world_size:
+                raise ConflictError(
+                    f"the training loader has {items} items for {trainer.world_size} processes, of which some would"
+                    f" train on another's; write devices={items}, or give the loader more items"
+                )
         return stock(dataloader, shuffle=shuffle and isinstance(dataloader.sampler, RandomSampler), mode=mode)
 
     return replaced(connector, "_resolve_sampler", resolve_sampler)

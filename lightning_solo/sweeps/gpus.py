@@ -142,7 +142,7 @@ def check_devices(jobs: Iterable[Job], gpus: Collection[str]) -> None:
         if gpus and job.devices > len(gpus):
             raise PresetError(
                 f"job {job.number} asks for {job.devices} devices, and hydra.launcher.gpus has {len(gpus)}"
-                f" ({', '.join(gpus)}); write at most solo.devices={len(gpus)}, or name more GPUs"
+                f" ({', '.join(gpus)}); write at most {len(gpus)}, or name more GPUs"
             )
 
 

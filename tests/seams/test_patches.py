@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from lightning_solo.attributes import replaced
+from lightning_solo.errors import ConflictError
 from lightning_solo.seams import patches, resuming
 from lightning_solo.seams.homes import part
 from lightning_solo.seams.strategy import AROUND
+from tests.messages import mentions
 from tests.modules import loader, regression
 
 Make = Callable[..., Any]
@@ -51,6 +53,20 @@ def test_methods_of_a_strategy_are_replaced_for_a_while(home: ModuleType, make_t
             assert vars(other).keys() == before.keys()
     assert calls == [strategy.teardown]
     assert vars(strategy) == before
+
+
+def test_fewer_training_items_than_processes_are_refused(home: ModuleType, make_trainer: Make) -> None:
+    trainer = make_trainer(home, strategy="ddp", devices=2)
+    stage = part(home.__name__, "trainer.states").RunningStage
+    with patches.samplers_kept_in_order(trainer):
+        resolve = trainer._data_connector._resolve_sampler
+        with pytest.raises(ConflictError, match=mentions("1 items", "2 processes", "devices=1")):
+            resolve(loader(1, batch_size=1), shuffle=False, mode=stage.TRAINING)
+        for items, mode in ((2, stage.TRAINING), (1, stage.VALIDATING)):
+            assert len(resolve(loader(items, batch_size=1), shuffle=False, mode=mode)) == 1
+    assert (
+        len(trainer._data_connector._resolve_sampler(loader(1, batch_size=1), shuffle=False, mode=stage.TRAINING)) == 1
+    )
 
 
 def test_only_methods_that_lightning_has_are_replaced(home: ModuleType) -> None:

@@ -170,7 +170,7 @@ def job(number: int, devices: int = 1, planned: int | None = None) -> Job:
 def test_job_that_asks_for_more_gpus_than_there_are_is_refused() -> None:
     check_devices([job(0, 3)], [])
     check_devices([job(0, 2)], ["0", "1"])
-    with pytest.raises(PresetError, match=mentions("job 4 asks for 3 devices", "has 2", "solo.devices=2")):
+    with pytest.raises(PresetError, match=mentions("job 4 asks for 3 devices", "has 2", "at most 2")):
         check_devices([job(0), job(4, 3)], ["0", "1"])
 
 
