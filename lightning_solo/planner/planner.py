@@ -28,7 +28,7 @@ from lightning_solo.planner.rules import Arrangement, arrange
 from lightning_solo.planner.step_time import step_schedule, step_seconds
 from lightning_solo.planner.timeline import COMPUTE, condensed
 from lightning_solo.planner.tracer import PHASES, Cost
-from lightning_solo.planner.traces import FIRST_KIND, SMALL, ScalableTrace, scalable_trace
+from lightning_solo.planner.traces import FAKE, FIRST_KIND, SMALL, ScalableTrace, scalable_trace
 
 STATES = ("weights", "gradients", "optimizer_states")
 MOST = 2**20  # largest micro-batch that is tried
@@ -115,8 +115,12 @@ class Planner:
         )
 
     def captured(self, arranged: Arrangement, size: int) -> Trace:
-        """Return the trace of a micro-batch of ``size`` examples alone, with marks of the blocks."""
+        """Return the trace of a micro-batch of ``size`` examples alone, with marks of the blocks.
+
+        `plan` takes it as it is, without those of other sizes.
+        """
         (trace,) = self._marked(arranged, size)
+        self._traces.setdefault(self._key(arranged, size), ScalableTrace(size, trace, None, FAKE))
         return self._with_untraced(trace, arranged, size)
 
     def scaled(self, arranged: Arrangement) -> AffineTrace | None:

@@ -39,6 +39,7 @@ from lightning_solo.planner.solver import (
     BACKWARD,
     DOWN,
     FORWARD,
+    GAP,
     STEP,
     UP,
     Choice,
@@ -50,6 +51,7 @@ from lightning_solo.planner.solver import (
     solve,
 )
 from lightning_solo.presets.writing import fields_of
+from lightning_solo.units import format_bytes
 
 ROUNDS = 3  # in which the traced plan's difference from the tables corrects the budget
 ALL = 0.99  # of the bytes of slabs, which are padded: from here on no block's weights stay on the device
@@ -77,9 +79,12 @@ def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
     candidates = {name: plans[name] for name in bases.bases if name in plans}
     whole: list[Plan] = []
     in_parts: list[Plan] = []
-    names = _promising(candidates)
+    fixed = {name: _Solver(planner, bases.bases[name]).fixed(plan) for name, plan in candidates.items()}
+    open_ones = {name: plan for name, plan in candidates.items() if sum(fixed[name].values()) <= planner.budget}
+    names = _promising(open_ones)
     lacking = [name for name in names if with_host_memory(candidates[name], planner.host_memory).verdict != "fits"]
     reasons = [f"{name} fits as it is" for name in names if name not in lacking]
+    reasons += [f"{name}: {_words(fixed[name], planner.budget)}" for name in candidates if name not in open_ones]
     for name in lacking:
         base, plan = bases.bases[name], candidates[name]
         try:
@@ -110,6 +115,11 @@ def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
             how = "fits" if judged.verdict == "fits" else "fits tightly"
             raise PlanError(f"{name} {how} as it is, and no plan with other blocks takes less time")
     return best
+
+
+def _words(fixed: Mapping[str, int], budget: int) -> str:
+    held = " and ".join(f"{format_bytes(size)} of {name.replace('_', ' ')}" for name, size in fixed.items())
+    return f"{held} stay on the device, which has {format_bytes(budget)}"
 
 
 def _best(plans: Sequence[Plan]) -> Plan | None:
@@ -191,6 +201,15 @@ class _Solver:
         self._all_of_host = planner.host_memory if self._cuda else None
         self._host = None if self._all_of_host is None else int(self._all_of_host / (1 + TIGHT))
 
+    def fixed(self, plan: Plan) -> dict[str, int]:
+        """Return the bytes of weights and states, by category, that stay on the device under any choice."""
+        moved = {{STATES: "optimizer_states", WEIGHTS: "weights"}[part] for part in self._moved(self.base)}
+        return {
+            name: size
+            for name in ("weights", "optimizer_states")
+            if name not in moved and (size := plan.breakdown.get(name, 0))
+        }
+
     def kept(self) -> tuple[int, float]:
         """Return the bytes that the base lacks or, below 0, leaves, and its seconds per example."""
         needed, seconds = self._costs(self.base, self._traces({KEEP: self.base})[KEEP])
@@ -239,8 +258,9 @@ class _Solver:
                     break
                 choice = closest(problem)
             config = self._configured(choice)
-            if repr(config) in tried:
-                break
+            fastest = min((seconds for _, *bytes_, seconds in tried.values() if not self._lacks(*bytes_)), default=inf)
+            if repr(config) in tried or choice.seconds >= (1 - GAP) * self._without_launches * fastest:
+                break  # the solver itself is no more exact
             trace = self._trace(config)
             needed, seconds = self._costs(config, trace)
             tried[repr(config)] = config, needed, trace.host_bytes, seconds

@@ -190,7 +190,7 @@ def test_fastest_of_micro_batches_and_recomputation_is_solved(
     monkeypatch.setattr(planner, "captured", traced)
     monkeypatch.setattr(planner, "costs", lambda config, trace: (trace.choice.peak, trace.choice.seconds))
     monkeypatch.setattr(planner, "plan", planned)
-    lacking = {"baseline": plan_with(preset="baseline", verdict="does not fit")}
+    lacking = {"baseline": plan_with(preset="baseline", verdict="does not fit", breakdown={})}
     result = solved(planner, Bases({"baseline": base}), lacking)
     written = configuration_of(result)
     assert (result.micro_batch, result.accumulation) == (size, 8 // size)
@@ -216,7 +216,7 @@ def test_fastest_plan_that_fits_tightly_is_solved_if_none_leaves_the_reserve(
     def planned(name: str, config: Configuration) -> Plan:
         needed, seconds = choice(config).peak, choice(config).seconds
         fields = {"budget_bytes": budget, "verdict": verdict_of(needed, budget), "seconds_per_step": seconds}
-        return plan_with(preset=name, needed_bytes=needed, **fields)
+        return plan_with(preset=name, needed_bytes=needed, breakdown={}, **fields)
 
     monkeypatch.setattr(_Solver, "_problem", lambda self: replace(tables, budget=self._budget))
     monkeypatch.setattr(_Solver, "_arranged", lambda self, config: config)
@@ -229,6 +229,58 @@ def test_fastest_plan_that_fits_tightly_is_solved_if_none_leaves_the_reserve(
     planner.budget = budget = 1040
     with pytest.raises(PlanError, match=mentions("baseline fits tightly")):
         solved(planner, bases, {"baseline": planned("baseline", base)})
+
+
+@pytest.mark.parametrize(("others", "traces"), [(0.0, 2), (1000.0, 1)])
+def test_choice_that_is_hardly_faster_is_not_traced(
+    monkeypatch: pytest.MonkeyPatch, others: float, traces: int
+) -> None:
+    """The first choice takes 10 bytes less than its tables, which is room for one block more to be kept: 1 s less."""
+    planner, base = Planner(make, text(4), {}, device("cpu"), GiB), replace(compose("baseline"), precision="32-true")
+    options = {"keep": Option(10, 10, 0, 1, 2), "recompute": Option(0, 0, 0, 1, 3)}
+    tables = Problem([Call(name, options) for name in NAMES], [3, 2, 1, 0], 1000, 0, 0, {"forward": others}, 1020)
+    tried: list[float] = []
+
+    def captured(config: Configuration, size: int) -> SimpleNamespace:
+        by_mode = settings_of(config, "modes").modes
+        choice = evaluate(tables, {name: mode for mode, names in by_mode.items() for name in names})
+        tried.append(choice.seconds)
+        return SimpleNamespace(choice=choice, host_bytes=0)
+
+    solver = _Solver(planner, base)
+    solver._budget = 1020
+    monkeypatch.setattr(solver, "_problem", lambda: tables)
+    monkeypatch.setattr(solver, "_arranged", lambda config: config)
+    monkeypatch.setattr(planner, "captured", captured)
+    monkeypatch.setattr(planner, "costs", lambda _, trace: (trace.choice.peak - 10, trace.choice.seconds))
+    monkeypatch.setattr(planner, "plan", lambda name, config: plan_with(preset=name, seconds_per_step=tried[-1]))
+    assert solver.plan().seconds_per_step == min(tried)
+    assert tried == [others + 14, others + 13][:traces]
+
+
+def test_plan_takes_a_marked_trace_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Planner(make, text(4), {}, device("cpu"), GiB)
+    config = with_modes(replace(compose("baseline"), precision="32-true"), {"recompute": NAMES[:2]})
+    trace = planner.captured(arrange(config, {}), 4)
+    monkeypatch.setattr(planner, "_captured", None)
+    plan = planner.plan("solved", config)
+    assert (plan.peak_bytes, plan.largest_micro_batch) == (trace.log.peak()[0], None)
+
+
+def test_no_plan_is_solved_from_a_preset_whose_weights_and_states_are_larger_than_the_device() -> None:
+    planner = Planner(make, text(4), {}, device("rtx_4090"), GiB)
+    held = {"weights": 6 * GiB, "gradients": 6 * GiB, "optimizer_states": 12 * GiB}
+    configs = {name: compose(name) for name in ("bf16", "compact")}
+    lacking = {name: plan_with(preset=name, verdict="does not fit", breakdown=held) for name in configs}
+    planner._captured = None  # type: ignore[assignment, method-assign]  # nothing is traced
+    with pytest.raises(
+        PlanError, match=mentions("bf16", "6.00 GiB of weights", "12.00 GiB of optimizer states", "1.00 GiB")
+    ):
+        solved(planner, Bases({"bf16": configs["bf16"]}), lacking)
+    # weights and states of `compact` may leave the device
+    assert _Solver(planner, configs["compact"]).fixed(lacking["compact"]) == {}
+    planner.trainer = {"gradient_clip_val": 1.0}
+    assert _Solver(planner, configs["compact"]).fixed(lacking["compact"]) == {"weights": 6 * GiB}
 
 
 def test_micro_batch_of_a_solved_plan_is_written_as_it_is_described() -> None:
@@ -253,6 +305,7 @@ def test_blocks_run_in_the_fewest_micro_batches_that_fit_if_no_whole_batch_does(
         divided = settings_of(config, BLOCK_MICRO_BATCHES)
         needed = 4000 // (1 if divided is None else divided.micro_batches)
         fields = {"needed_bytes": needed, "budget_bytes": most, "verdict": verdict_of(needed, most), "host_bytes": 0}
+        fields["breakdown"] = {}
         return plan_with(preset=name, micro_batch=8, seconds_per_step=1.0, **fields)
 
     lacking = replace(planned("compact", base), largest_micro_batch=None)  # not linear: no ordinary micro-batches
