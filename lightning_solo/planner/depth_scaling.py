@@ -108,10 +108,15 @@ class Stretch:
                     Period(begin + start, width, repeats, run) for start, width, repeats in _periods(part, other, alike)
                 )
                 begin, begin_long = end, end_long
-        self.periods = sorted(periods)
-        for before, after in zip(self.periods, self.periods[1:], strict=False):
-            if before.start + before.width * before.repeats > after.start:
+        self.periods: list[Period] = []
+        end = 0
+        for period in sorted(periods):
+            over = max(0, end - period.start)  # a block of one run may begin as one of the next run does
+            start, repeats = period.start + over, period.repeats - -(-over // period.width)
+            if repeats < LEAST_REPEATS:
                 raise NotRepeatedError
+            self.periods.append(replace(period, start=start, repeats=repeats))
+            end = start + period.width * repeats
         self._starts = [period.start for period in self.periods]
 
     def places(self, more: Sequence[int]) -> Iterator[Place]:

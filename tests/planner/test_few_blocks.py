@@ -115,6 +115,18 @@ def test_plan_from_few_blocks_equals_that_from_all(monkeypatch: pytest.MonkeyPat
     assert few == whole
 
 
+def test_two_runs_of_unlike_blocks_are_planned_from_few_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> L.LightningModule:
+        network = Stack([24] * 7 + [40] * 7)
+        network.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), block) for block in network.blocks)
+        return Classifier(network)
+
+    few, short = planned(make, sequences(1), "bf16", monkeypatch, 7, MiB)
+    whole, full = planned(make, sequences(1), "bf16", monkeypatch, 8, MiB)
+    assert few == whole
+    assert short.count(max(full)) == 1, "all blocks are traced once, until backward"
+
+
 def test_forward_of_all_blocks_is_traced_once_for_presets_of_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_blocks, "LEAST", DEPTH)
     forwards: list[str] = []
@@ -251,6 +263,15 @@ def test_periods_are_inserted_where_a_block_more_inserts_one(short: str, longer:
     stretch = Stretch(short, [longer], [[len(short)], [len(longer)]])
     for more, expected in ((0, short), (1, longer), (4, most)):
         assert "".join(short[place.token] for place in stretch.places([more])) == expected
+
+
+def test_periods_of_blocks_that_begin_alike_do_not_overlap() -> None:
+    blocks = lambda one, other: "x" + one * "ab" + other * "ac" + "y"  # noqa: E731
+    short, longer = blocks(3, 3), [blocks(4, 3), blocks(3, 4)]
+    stretch = Stretch(short, longer, [[len(each)] for each in (short, *longer)])
+    for more in ([0, 0], [1, 0], [0, 1], [5, 4]):
+        expected = blocks(3 + more[0], 3 + more[1])
+        assert "".join(short[place.token] for place in stretch.places(more)) == expected
 
 
 @pytest.mark.parametrize(("short", "longer"), [("abcd", "abxcd"), ("abab", "abbaab"), ("abcabc", "abcab")])
