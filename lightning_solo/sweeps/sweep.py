@@ -46,7 +46,7 @@ def row_or_try(job: Job, start: Mapping[str, Any], row: Row, settings: Settings)
         return row
     if row.status == FINISHED:
         return Try(job, attempt, failures, anew=f"hydra.launcher.rerun={rerun}")
-    return Try(job, attempt, failures, seconds=row.seconds or 0.0)
+    return Try(job, attempt, failures, seconds=row.seconds or 0.0, alone=start.get("alone", False))
 
 
 def changed(job: Job, start: Mapping[str, Any], settings: Settings, code: Mapping[str, str]) -> str:
@@ -260,7 +260,8 @@ class Sweep:
                 former = job.folder.rename(job.folder.with_name(f"{job.folder.name}.attempt-{one.attempt - 1}"))
                 self.tell("anew", job.number, f"{one.anew}; its former folder is now {former.name}")
             start = {"attempt": one.attempt, "failures": one.failures, "started": time.time(), "folder": folder}
-            start |= {"gpu": gpu, "shared": self.settings.jobs_per_gpu != 1 and not one.alone, "seconds": one.seconds}
+            start |= {"gpu": gpu, "shared": self.settings.jobs_per_gpu != 1 and not one.alone}
+            start |= {"alone": one.alone, "seconds": one.seconds}
             what = {"overrides": job.overrides, "config_hash": job.config_hash, "code": self.application.code}
             write_json(files.start, {**start, **what})
             for file in (files.result, files.progress, files.end):  # of an earlier attempt
@@ -296,7 +297,9 @@ class Sweep:
         self.tell("again" if again else "ended", row.number, detail)
         if again:
             failures = one.failures + (not crowded)
-            waiting.appendleft(Try(one.job, one.attempt + 1, failures, seconds=row.seconds or 0.0, alone=crowded))
+            waiting.appendleft(
+                Try(one.job, one.attempt + 1, failures, seconds=row.seconds or 0.0, alone=crowded or one.alone)
+            )
         elif not crowded:  # else the next command runs it alone
             self._write(row)
             self.rows[row.number] = row

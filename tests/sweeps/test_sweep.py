@@ -56,6 +56,12 @@ def test_unfinished_job_is_resumed_as_its_next_attempt(status: str, settings: di
     assert decide(status, **settings) == Try(JOB, 4, failures, seconds=5.0)
 
 
+def test_job_that_was_retried_alone_is_resumed_alone() -> None:
+    start = {"attempt": 3, "alone": True}
+    again = row_or_try(JOB, start, Row(0, ("x=1",), "interrupted", attempt=3), Settings())
+    assert again == Try(JOB, 4, alone=True)
+
+
 def test_finished_job_starts_anew_with_rerun_all() -> None:
     assert decide("finished", rerun="all") == Try(JOB, 4, anew="hydra.launcher.rerun=all")
 
