@@ -215,15 +215,19 @@ def _train(cfg: DictConfig, checked: CheckedConfig, run_folder: RunFolder) -> fl
             raise
         _say_interrupted(trainer, run_folder)
         raise SystemExit(TERMINATED if terminated or exit_.code == TERMINATED else INTERRUPTED) from None
+    metrics: Mapping[str, Any] = trainer.callback_metrics
     if checkpoint is not None and not began:
         print(
             f"nothing was trained: the run had finished, after {trainer.global_step} steps; to go on, write a larger"
             " trainer.max_steps or trainer.max_epochs"
         )
+        from lightning_solo.sweeps.observer import job_metrics
+
+        metrics = job_metrics() or metrics  # of the interrupted attempt
     peaks = largest_peaks(trainer)
     if trainer.is_global_zero:
         print_summary(trainer, data, folder, time.monotonic() - started, peaks, resumed_at=began[0] if began else 0)
-    return objective(trainer.callback_metrics, HydraConfig.get().sweeper.get("monitor"))
+    return objective(metrics, HydraConfig.get().sweeper.get("monitor"))
 
 
 def averaging(checked: CheckedConfig) -> list[Any]:

@@ -11,6 +11,7 @@
 │   └── jobs/7/
 │       ├── start.json       attempt, configuration and folder; written by the command before the job starts
 │       ├── progress.json    step, loss and memory during training; written by the observer that joins the job's Trainer
+│       ├── former.json      progress of the attempt that this one resumes
 │       ├── result.json      what the job reports at its end
 │       └── end.json         how its process ended; written by the process that starts the jobs
 └── 7/output.log         what job 7 printed; the folder is named by `hydra.sweep.subdir`
@@ -88,6 +89,7 @@ class JobFiles:
         self.path = path
         self.start = path / "start.json"
         self.progress = path / "progress.json"
+        self.former = path / "former.json"
         self.result = path / "result.json"
         self.end = path / "end.json"
 

@@ -42,9 +42,15 @@ class JobObserver(Callback):  # type: ignore[misc]
 
             self._pruning = pruning_of(path)
         self._written = 0.0
+        self._has_trained = False
 
     def __reduce__(self) -> Any:  # into a Trainer's own processes
         return JobObserver, (self._files.path,)
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        """Write the progress."""
+        self._has_trained = True
+        self.write(trainer)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Write the progress, at most once a second."""
@@ -64,11 +70,14 @@ class JobObserver(Callback):  # type: ignore[misc]
     def write(self, trainer: Any, *_: Any, **__: Any) -> None:
         """Write the steps done and planned, the metrics, and the memory.
 
-        A fit's metrics replace the earlier ones. A test or validation after it, also by another Trainer, adds its own.
+        A fit's metrics replace the earlier ones, but for a resumed fit that had ended already, and trains nothing. A
+        test or validation after it, also by another Trainer, adds its own.
         """
         self._written = time.monotonic()
         try:
-            fitted = {} if trainer.state.fn == "fit" else read_json(self._files.progress) or {}
+            before = self._files.former if trainer.state.fn == "fit" else self._files.progress
+            has_fitted = trainer.state.fn == "fit" and self._has_trained
+            fitted = {} if has_fitted else read_json(before) or {}
             metrics = dict(fitted.get("metrics", {}))
             metrics |= {name: float(value) for name, value in trainer.callback_metrics.items()} | figures(trainer)
             write_json(
@@ -87,7 +96,13 @@ class JobObserver(Callback):  # type: ignore[misc]
         except Exception:  # a full disk or a lost device must not end the run here
             return
 
-    on_train_start = on_exception = teardown = write
+    on_exception = teardown = write
+
+
+def job_metrics() -> dict[str, float]:
+    """Return the metrics of this process's job so far; empty if it is none of a sweep's."""
+    files = JobFiles(Path(os.environ.get(VARIABLE, "")))
+    return dict((read_json(files.progress) or {}).get("metrics", {})) if VARIABLE in os.environ else {}
 
 
 def figures(trainer: Any) -> dict[str, float]:

@@ -264,6 +264,10 @@ class Sweep:
             start |= {"alone": one.alone, "seconds": one.seconds}
             what = {"overrides": job.overrides, "config_hash": job.config_hash, "code": self.application.code}
             write_json(files.start, {**start, **what})
+            if not one.resumes:
+                files.former.unlink(missing_ok=True)
+            elif files.progress.exists():
+                files.progress.replace(files.former)
             for file in (files.result, files.progress, files.end):  # of an earlier attempt
                 file.unlink(missing_ok=True)
         except OSError as error:

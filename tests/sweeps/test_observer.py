@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_solo.atomic_files import read_json
 from lightning_solo.sweeps.files import JobFiles
-from lightning_solo.sweeps.observer import JobObserver
+from lightning_solo.sweeps.job_process import VARIABLE
+from lightning_solo.sweeps.observer import JobObserver, job_metrics
 
 
 class LogsLosses(L.LightningModule):
@@ -39,6 +40,28 @@ class LogsLosses(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_resumed_fit_that_had_ended_keeps_the_metrics_of_the_attempt_before(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, job = DataLoader(torch.zeros(2, 1)), tmp_path / "a" / "b" / "0"
+    job.mkdir(parents=True)
+    files, module = JobFiles(job), LogsLosses()
+    fitting = make_trainer(L, callbacks=[JobObserver(job)], max_epochs=1)
+    fitting.fit(module, data, data)
+    fitting.save_checkpoint(tmp_path / "last.ckpt")
+    files.progress.replace(files.former)  # as a sweep does before the job's next attempt
+    for epochs in (1, 2):
+        module.fits = 1
+        again = make_trainer(L, callbacks=[JobObserver(job)], max_epochs=epochs)
+        again.fit(module, data, data, ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+        expected = {"train/loss": 1.0, f"fit_{epochs}": 1.0, "val/loss": 2.0}
+        progress = read_json(files.progress) or {}
+        assert (progress["metrics"], progress["step"]) == (expected, 2 * epochs)
+    assert job_metrics() == {}
+    monkeypatch.setenv(VARIABLE, str(job))
+    assert job_metrics() == expected
 
 
 @pytest.mark.parametrize("testing", ["the same Trainer", "another Trainer"])
