@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_solo.errors import ConflictError, NothingToDoError, listed
 from lightning_solo.nn.sharding import sparse_embeddings
+from lightning_solo.optim.schedule_free import ScheduleFreeAdamW
 
 
 def preset_without_zero(strategy: str) -> str:
@@ -108,7 +109,7 @@ def the_optimizer(optimizers: Sequence[Optimizer], strategy: str) -> Optimizer:
     """Return the only optimizer of a module.
 
     Raises:
-        ConflictError: there are several.
+        ConflictError: there are several, or it averages weights.
         NothingToDoError: there is none, or it trains no parameter.
     """
     if len(optimizers) != 1:
@@ -117,6 +118,12 @@ def the_optimizer(optimizers: Sequence[Optimizer], strategy: str) -> Optimizer:
             f" {one_optimizer(strategy)}"
         )
     optimizer = optimizers[0]
+    if isinstance(optimizer, ScheduleFreeAdamW):
+        raise ConflictError(
+            f"strategy={strategy} and ScheduleFreeAdamW: the engine steps flat copies of the weights, whose averages"
+            " aren't put into the module; write another optimizer, such as torch.optim.AdamW, or"
+            f" {preset_without_zero(strategy)}"
+        )
     # Lightning replaces a missing optimizer by one without groups.
     if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
         name = type(optimizer).__name__

@@ -20,6 +20,7 @@ from lightning_solo.errors import (
     PresetError,
     RefusedStepError,
 )
+from lightning_solo.optim.schedule_free import ScheduleFreeAdamW
 from lightning_solo.seams.homes import for_home
 from lightning_solo.techniques.finite_guard.technique import FiniteGuard
 from lightning_solo.techniques.zero_offload import technique as zero_offload
@@ -206,6 +207,10 @@ def lbfgs(made: Any) -> None:
     made.configure_optimizers = lambda: torch.optim.LBFGS(made.parameters())
 
 
+def schedule_free(made: Any) -> None:
+    made.configure_optimizers = lambda: ScheduleFreeAdamW(made.parameters())
+
+
 def frozen_group(made: Any) -> None:
     made.net.blocks.requires_grad_(False)
     groups = [{"params": [*part.parameters()]} for part in (made.net.blocks, made.net.head)]
@@ -226,6 +231,7 @@ def empty_group(made: Any, schedule: bool = True) -> None:
         (two_optimizers, ConflictError, ["one optimizer", "several parameter groups"]),
         (two_by_hand, ConflictError, ["configure_optimizers returned 2", "several parameter groups"]),
         (lbfgs, ConflictError, ["LBFGS", "AdamW"]),
+        (schedule_free, ConflictError, ["ScheduleFreeAdamW", "AdamW", "baseline"]),
         (frozen_group, ConflictError, ["group 0 of AdamW", "frozen", "leave such groups out"]),
         (empty_group, ConflictError, ["group 0 of AdamW", "no parameters", "leave such groups out"]),
     ],
