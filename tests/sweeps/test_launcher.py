@@ -165,9 +165,9 @@ def test_retries_are_counted_over_commands(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "by"), [("hang", "SIGTERM"), long("deaf", "SIGKILL")])
 @pytest.mark.row(89)
 def test_job_past_its_time_limit_is_ended(tmp_path: Path, kind: str, by: str) -> None:
-    sweep(tmp_path, "n=1", f"kind={kind}", "hydra.launcher.timeout_s=4", "hydra.launcher.grace_s=0.5", code=1)
+    sweep(tmp_path, "n=1", f"kind={kind}", "hydra.launcher.timeout_s=20", "hydra.launcher.grace_s=0.5", code=1)
     (row,) = rows_of(tmp_path)
-    assert (row.status, row.detail) == ("timed out", f"after 4 s (hydra.launcher.timeout_s), ended by {by}")
+    assert (row.status, row.detail) == ("timed out", f"after 20 s (hydra.launcher.timeout_s), ended by {by}")
     told = (sweep_folder(tmp_path) / "0" / "output.log").read_text()
     assert "train.py" in told  # where it hung
     assert " in do" in told
