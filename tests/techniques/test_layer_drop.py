@@ -316,6 +316,11 @@ def test_engines_that_would_wait_for_skipped_blocks_or_change_them_are_refused(e
         composed(not finds)
 
 
+def test_zero_offload_which_would_change_skipped_blocks_is_refused() -> None:
+    with pytest.raises(ConflictError, match=mentions("layer_drop", "strategy=zero_offload", "gradients of zero")):
+        compose("zero_offload", ["+callback=layer_drop"])
+
+
 def test_more_blocks_than_there_are_but_one_are_refused(make_trainer: Make) -> None:
     with pytest.raises(PresetError, match=mentions("layer_drop.count=4", "net.blocks.3", "count=3")):
         fit(make_trainer, LayerDrop(4))

@@ -13,6 +13,8 @@ from lightning_solo.cards.phase import Phase
 from lightning_solo.cards.settings import TechniqueSettings, setting
 from lightning_solo.cards.tracing import Tracing
 
+GRADIENTS_OF_ZERO = "DeepSpeed gives skipped blocks gradients of zero, with which AdamW still changes their weights"
+
 
 @dataclass(frozen=True)
 class Settings(TechniqueSettings):
@@ -54,6 +56,15 @@ def _under_fsdp(settings: Settings, configuration: Configuration) -> str:
     )
 
 
+def _engine(settings: Settings, configuration: Configuration) -> str | None:
+    if configuration.has("zero_offload"):
+        return (
+            f"callback.layer_drop and strategy=zero_offload: {GRADIENTS_OF_ZERO}; write ~callback.layer_drop, or"
+            " ~strategy"
+        )
+    return None
+
+
 CARD = Card(
     name="layer_drop",
     target="lightning_solo.techniques.layer_drop.technique:LayerDrop",
@@ -64,14 +75,15 @@ CARD = Card(
     " gradients, to record the form of its output",
     numerics="differs from a plain run in training; validation runs all blocks. A skipped block has no gradient: the"
     " optimizer leaves its weights unchanged, without weight decay. Nothing is scaled",
-    conflicts="a module that is compiled as a whole (refused): each draw would compile it again",
+    conflicts="`zero_offload`; a module that is compiled as a whole, which each draw would compile again",
     reference="Fan et al. 2019, LayerDrop, https://arxiv.org/abs/1909.11556; Huang et al. 2016, stochastic depth,"
     " https://arxiv.org/abs/1603.09382",
     caveat=lambda settings: "trains without some of the blocks at a time",
+    rules=(_engine,),
     planned="lightning_solo.techniques.layer_drop.card:planned",
     engines=answers(
         ddp=_under_ddp,
         fsdp=_under_fsdp,
-        zero3="DeepSpeed gives skipped blocks gradients of zero, with which AdamW still changes their weights",
+        zero3=GRADIENTS_OF_ZERO,
     ),
 )
