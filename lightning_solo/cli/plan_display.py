@@ -174,12 +174,7 @@ def what_to_write(
             overrides = [text for text in overrides if not text.lstrip("+~").startswith(("solo.", "solo/"))]
         again = command(preset, overrides, checked, first.batch or first.micro_batch)
         return f"{first.preset} fits, {left}. {' '.join(descriptions(names_in(preset)))}\n{again}"
-    shortage = (
-        f"none fits in {format_bytes(first.budget_bytes)}; the nearest, {first.preset}, needs"
-        f" {format_bytes(first.needed_bytes)}"
-        + (f", {format_bytes(-first.margin_bytes)} more" if first.margin_bytes < 0 else "")
-        + (f", and {first.host_shortage}" if first.host_shortage else "")
-    )
+    shortage = f"none fits in {format_bytes(first.budget_bytes)}; the nearest, {first.preset}, needs {first.shortage}"
     smaller = max(plans, key=lambda plan: 0 if plan.configuration else plan.largest_micro_batch or 0)
     if not smaller.largest_micro_batch:
         return shortage

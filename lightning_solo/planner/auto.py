@@ -156,7 +156,7 @@ def none_fits(plans: Sequence[Plan], memory: int = 0) -> BudgetError:
         )
     return BudgetError(
         f"auto: no preset fits in {format_bytes(nearest.budget_bytes)}; the nearest, {nearest.preset}, needs"
-        f" {nearest.needs}; {advice}",
+        f" {nearest.shortage}; {advice}",
         nearest.host_needed_bytes if on_host else nearest.needed_bytes,
         nearest.host_memory_bytes or 0 if on_host else nearest.budget_bytes,
     )

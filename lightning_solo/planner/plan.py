@@ -109,6 +109,13 @@ class Plan:
         return " and ".join(filter(None, (format_bytes(self.needed_bytes), self.host_shortage)))
 
     @property
+    def shortage(self) -> str:
+        """The memory needed, and how much more that is than there is, in words."""
+        more = f"{format_bytes(-self.margin_bytes)} more" if self.margin_bytes < 0 else ""
+        host = f"and {self.host_shortage}" if self.host_shortage else ""
+        return ", ".join(filter(None, (format_bytes(self.needed_bytes), more, host)))
+
+    @property
     def missing_bytes(self) -> int:
         """The missing bytes on the device and on the host."""
         on_host = 0 if self.host_memory_bytes is None else self.host_needed_bytes - self.host_memory_bytes

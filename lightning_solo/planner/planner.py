@@ -117,10 +117,11 @@ class Planner:
     def captured(self, arranged: Arrangement, size: int) -> Trace:
         """Return the trace of a micro-batch of ``size`` examples alone, with marks of the blocks.
 
-        `plan` takes it as it is, without those of other sizes.
+        `plan` takes it as it is, without those of other sizes, unless the preset divides batches.
         """
         (trace,) = self._marked(arranged, size)
-        self._traces.setdefault(self._key(arranged, size), ScalableTrace(size, trace, None, FAKE))
+        if not arranged.splits:  # else `plan` may take a smaller micro-batch
+            self._traces.setdefault(self._key(arranged, size), ScalableTrace(size, trace, None, FAKE))
         return self._with_untraced(trace, arranged, size)
 
     def scaled(self, arranged: Arrangement) -> AffineTrace | None:

@@ -133,7 +133,9 @@ def test_error_names_the_nearest_preset_if_none_fits(answers: Any) -> None:
             planned("checkpointing", "does not fit", needed=3 * GiB),
             said=said,
         )
-    assert lines_with(str(caught.value), "2.00 GiB", "checkpointing", "3.00 GiB", "smaller model", "batches of 3")
+    assert lines_with(
+        str(caught.value), "2.00 GiB", "checkpointing", "3.00 GiB, 1.00 GiB more", "smaller model", "batches of 3"
+    )
     assert (caught.value.needed, caught.value.available) == (3 * GiB, 2 * GiB)
     assert "write auto.budget=3226MiB, or" in str(caught.value)  # 1.05 * 3 GiB, the least that isn't tight
     assert "baseline" in said.getvalue(), "the table is shown all the same"
@@ -142,7 +144,7 @@ def test_error_names_the_nearest_preset_if_none_fits(answers: Any) -> None:
 def test_error_names_the_host_if_its_memory_is_too_small() -> None:
     short = with_host_memory(planned("zero_offload", host_bytes=9 * GiB, device="t4"), 8 * GiB)
     error = none_fits([short, planned("bf16", "does not fit", needed=32 * GiB)], 16 * GiB)
-    need = "1.00 GiB and 9.00 GiB on the host, which has 8.00 GiB"
+    need = "1.00 GiB, and 9.00 GiB on the host, which has 8.00 GiB"
     assert lines_with(str(error), "zero_offload", need, "smaller model")
     assert (error.needed, error.available) == (9 * GiB, 8 * GiB)
     assert "auto.budget" not in str(error)

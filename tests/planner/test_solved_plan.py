@@ -265,6 +265,10 @@ def test_plan_takes_a_marked_trace_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(planner, "_captured", None)
     plan = planner.plan("solved", config)
     assert (plan.peak_bytes, plan.largest_micro_batch) == (trace.log.peak()[0], None)
+    monkeypatch.undo()
+    traces = {*planner._traces}
+    planner.captured(arrange(divided(config, 2), {}), 2)
+    assert {*planner._traces} == traces, "a smaller micro-batch may have to be found"
 
 
 def test_no_plan_is_solved_from_a_preset_whose_weights_and_states_are_larger_than_the_device() -> None:
