@@ -465,8 +465,11 @@ def _dequantize(module: nn.Module, cls: type, parameters: Mapping[str, nn.Parame
     for name, p in parameters.items():  # in their order
         if name in weights:
             p = cast("nn.Parameter", p)
-            if not p.numel():  # one that is tied was filled before
-                p.data = weights[name].dequantized()
+            weight = weights[name]
+            if not p.numel() and isinstance(weight.codes, FakeTensor):  # nothing is computed, as in `quantized`
+                p.data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+            elif not p.numel():  # one that is tied was filled before
+                p.data = weight.dequantized()
             module._parameters[name] = p
         else:
             module._parameters[name] = now.pop(name, None)

@@ -85,7 +85,7 @@ class CachingAllocator:
         Raises:
             DoesNotFitError: no room, even after unused segments are released.
         """
-        size = rounded(size)
+        size += -size % ROUND
         small = size <= SMALL
         block = self._best_fit(size, small=small) or self._new_segment(size, small=small)
         if block.size - size >= (ROUND if small else self.least_rest):
@@ -96,10 +96,12 @@ class CachingAllocator:
     def release(self, block: Block) -> Block:
         """Free a block, merge it with free neighbours, and return the merged block."""
         block.free = True
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                self._drop(other)
-                block = self._join(*((other, block) if other is block.before else (block, other)))
+        if (before := block.before) is not None and before.free:
+            self._drop(before)
+            block = self._join(before, block)
+        if (after := block.after) is not None and after.free:
+            self._drop(after)
+            block = self._join(block, after)
         self._keep(block)
         return block
 
@@ -138,11 +140,11 @@ class CachingAllocator:
 
     def _split(self, block: Block, size: int) -> Block:
         """Return the rest of a block that keeps ``size`` bytes; the rest is free."""
-        rest = Block(self._number_of_rest(block, size), block.segment, block.size - size, block.small)
-        rest.before, rest.after, block.size = block, block.after, size
-        if rest.after is not None:
-            rest.after.before = rest
-        block.after = rest
+        after, number = block.after, self._number_of_rest(block, size)
+        rest = Block(number, block.segment, block.size - size, block.small, before=block, after=after)
+        if after is not None:
+            after.before = rest
+        block.after, block.size = rest, size
         self._keep(rest)
         return rest
 

@@ -31,12 +31,12 @@ class AffineTrace:
 
         low, high = self.at_low, self.at_high
         events = [
-            (storage, line(first, second))
-            for (storage, first), (_, second) in zip(low.log.events, high.log.events, strict=True)
+            at_low if at_low == at_high else (at_low[0], line(at_low[1], at_high[1]))
+            for at_low, at_high in zip(low.log.events, high.log.events, strict=True)
         ]
         held = {storage: line(size_low, high.log.held[storage]) for storage, size_low in low.log.held.items()}
         costs = [
-            a._replace(flops=line(a.flops, b.flops), bytes=line(a.bytes, b.bytes))
+            a if a == b else a._replace(flops=line(a.flops, b.flops), bytes=line(a.bytes, b.bytes))
             for a, b in zip(low.costs, high.costs, strict=True)
         ]
         log = EventLog(events, low.log.labels, held)

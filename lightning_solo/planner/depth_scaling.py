@@ -306,10 +306,11 @@ class DepthTrace:
             if key not in numbers:
                 numbers[key] = len(labels)
                 labels.append(tokens.storages[place.token][2])
-            grows = 0 if place.inserted else _dot(more, self._sums.get(place.token, ()))
-            size = tokens.storages[place.token][3] + grows
-            if grows and abs(size) > LARGEST_SUM and not is_note(labels[numbers[key]]):
-                raise NotRepeatedError
+            size = tokens.storages[place.token][3]
+            if not place.inserted and (growth := self._sums.get(place.token)) is not None:
+                size += (grows := _dot(more, growth))
+                if grows and abs(size) > LARGEST_SUM and not is_note(labels[numbers[key]]):
+                    raise NotRepeatedError
             sizes.append((numbers[key], size))
         held = len(short.log.held)
         first = self._events.moved(held, more)
@@ -429,12 +430,13 @@ class DepthTrace:
         return slots
 
     def _grown_costs(self, more: Sequence[int], costs: Sequence[Cost]) -> Iterator[Cost]:
+        tables = self._flops, self._bytes, self._slots
+        growing = set().union(*tables)
         for place in self._costs.places(more):
             cost = costs[place.token]
             if not place.inserted:
-                grown = [_dot(more, table.get(place.token, ())) for table in (self._flops, self._bytes, self._slots)]
-                if any(grown):
-                    flops, size, slot = grown
+                if place.token in growing:
+                    flops, size, slot = (_dot(more, table.get(place.token, ())) for table in tables)
                     cost = cost._replace(flops=cost.flops + flops, bytes=cost.bytes + size, slot=cost.slot + slot)
             elif place.token in self._repeated_slots:
                 period = self._costs.periods[place.period]

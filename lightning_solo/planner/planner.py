@@ -23,7 +23,7 @@ from lightning_solo.planner.few_blocks import BlockTraces, Captured, FewBlocks
 from lightning_solo.planner.notes import resolved
 from lightning_solo.planner.plan import TIGHT, Plan, verdict_of
 from lightning_solo.planner.ranks import Groups, of_rank
-from lightning_solo.planner.replay import Capacities, peak_allocated
+from lightning_solo.planner.replay import Capacities
 from lightning_solo.planner.rules import Arrangement, arrange
 from lightning_solo.planner.step_time import step_schedule, step_seconds
 from lightning_solo.planner.timeline import COMPUTE, condensed
@@ -57,6 +57,7 @@ class Planner:
         self.micro_batch = self.micro_batch or self._examples
         self._traces: dict[str, ScalableTrace] = {}
         self._pair: tuple[int, int] | None = None  # of the first trace, whichever presets are planned beside it
+        self._last: dict[tuple[int, bool], Capacities] = {}
         self._shares: dict[str, Groups] = {}  # of a module's blocks, by the setting that names them
 
     @cached_property
@@ -199,9 +200,9 @@ class Planner:
         needed = reserved = peak
         if self._cuda:
             workspace, context = self.device.workspace_bytes, self.device.context_bytes
-            exact, peak = peak, peak_allocated(trace.log, workspace)
+            capacities = self._capacities(trace, arranged)
+            exact, peak = peak, capacities.peak_allocated
             breakdown |= {"workspace": workspace, "rounding": peak - exact - workspace}
-            capacities = Capacities(trace.log, workspace, expandable=arranged.expandable_segments)
             needed, reserved = capacities.smallest() + context, capacities.peak_reserved() + context
             if needed <= self.budget < reserved:  # unused segments are released in time
                 reserved = capacities.peak_reserved(self.budget - context) + context
@@ -211,10 +212,16 @@ class Planner:
         room = int(self.budget / (1 + margin))
         if not self._cuda:
             return trace.log.peak()[0] <= room
-        room -= self.device.context_bytes
-        workspace = self.device.workspace_bytes
-        capacities = Capacities(trace.log, workspace, expandable=arranged.expandable_segments)
-        return peak_allocated(trace.log, workspace) <= room and capacities.fits(room)
+        return self._capacities(trace, arranged).fits(room - self.device.context_bytes)
+
+    def _capacities(self, trace: Trace, arranged: Arrangement) -> Capacities:
+        """Return the capacities that a trace fits into; the last ones are kept, with their replays."""
+        key = id(trace.log), arranged.expandable_segments  # each of the kept ones also keeps its log
+        if key not in self._last:
+            self._last = dict([*self._last.items()][-3:])
+            workspace = self.device.workspace_bytes
+            self._last[key] = Capacities(trace.log, workspace, expandable=arranged.expandable_segments)
+        return self._last[key]
 
     def _largest(self, arranged: Arrangement, scalable: ScalableTrace) -> int:
         """Return the largest micro-batch that fits, by doubling and bisection."""

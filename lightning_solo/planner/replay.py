@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.allocator import (
     LARGE_ROUND,
+    ROUND,
     UNLIMITED,
-    Block,
     CachingAllocator,
     DoesNotFitError,
     ExpandableAllocator,
@@ -27,12 +29,25 @@ class Capacities:
 
     def __init__(self, log: EventLog, workspace: int = 0, *, expandable: bool = False) -> None:
         self._log, self._workspace = log, workspace
+        self._blocks = _blocks(log)
         self._kind = ExpandableAllocator if expandable else CachingAllocator
         self._replays: list[tuple[int, int, bool]] = []  # bytes reserved, least that were refused, does the log fit?
 
+    @cached_property
+    def peak_allocated(self) -> int:
+        """The peak of bytes in blocks, as ``torch.cuda.max_memory_allocated`` counts them."""
+        sizes = {storage: rounded(size) for storage, size in self._log.held.items() if size}
+        now = peak = (rounded(self._workspace) if self._workspace else 0) + sum(sizes.values())
+        for storage, size in self._blocks:
+            now += size - sizes.get(storage, 0)
+            sizes[storage] = size
+            if now > peak:
+                peak = now
+        return peak
+
     def fits(self, capacity: int) -> bool:
         """Return whether the log fits into a capacity in bytes."""
-        return self._replayed(capacity)[1]
+        return self.peak_allocated <= capacity and self._replayed(capacity)[1]
 
     def peak_reserved(self, capacity: int = UNLIMITED) -> int:
         """Return the most bytes that are reserved with a capacity.
@@ -47,7 +62,7 @@ class Capacities:
 
     def smallest(self, step: int = LARGE_ROUND) -> int:
         """Return the smallest capacity that fits, a multiple of ``step``: between peak allocated and reserved bytes."""
-        low = peak_allocated(self._log, self._workspace) // step
+        low = self.peak_allocated // step
         high = -(-self.peak_reserved() // step)
         while low < high:
             middle = (low + high) // 2
@@ -72,36 +87,26 @@ class Capacities:
         return allocator.peak_reserved, fits
 
     def _replay(self, allocator: CachingAllocator) -> None:
-        log = self._log
-        blocks: dict[int, Block] = {}
-        sizes: dict[int, int] = {}
-
-        def resize(storage: int, size: int) -> None:
-            if storage in blocks:
-                allocator.release(blocks.pop(storage))
-            if size:
-                blocks[storage] = allocator.allocate(size)
-            sizes[storage] = size
-
-        for storage in sorted(log.aside):
-            resize(storage, log.held[storage])
+        held, aside = self._log.held, self._log.aside
+        blocks = {storage: allocator.allocate(held[storage]) for storage in sorted(aside) if held[storage]}
         allocator.serve_another_stream()
         if self._workspace:
             allocator.allocate(self._workspace)
-        for storage, size in log.held.items():
-            if storage not in log.aside:
-                resize(storage, size)
-        for storage, change in log.events:
-            resize(storage, sizes.get(storage, 0) + change)
+        blocks |= {
+            storage: allocator.allocate(size) for storage, size in held.items() if size and storage not in aside
+        }
+        for storage, size in self._blocks:
+            if (block := blocks.pop(storage, None)) is not None:
+                allocator.release(block)
+            if size:
+                blocks[storage] = allocator.allocate(size)
 
 
-def peak_allocated(log: EventLog, workspace: int = 0) -> int:
-    """Return the peak of bytes in blocks, as ``torch.cuda.max_memory_allocated`` counts them."""
+def _blocks(log: EventLog) -> list[tuple[int, int]]:
+    """Return of each event the storage, and the bytes of its block after it; 0 if it has none."""
     sizes = dict(log.held)
-    now = peak = (rounded(workspace) if workspace else 0) + sum(rounded(size) for size in sizes.values() if size)
+    blocks = []
     for storage, change in log.events:
-        before = sizes.get(storage, 0)
-        sizes[storage] = after = before + change
-        now += (rounded(after) if after else 0) - (rounded(before) if before else 0)
-        peak = max(peak, now)
-    return peak
+        sizes[storage] = size = sizes.get(storage, 0) + change
+        blocks.append((storage, size + -size % ROUND))
+    return blocks

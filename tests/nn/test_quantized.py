@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import lightning_solo as solo
+from lightning_solo import bitsandbytes_operators
 from lightning_solo.bitsandbytes_operators import bitsandbytes
 from lightning_solo.memory.ledger import saved_for_backward
 from lightning_solo.nn.quantized import AT_ONCE, QuantizedLinear, QuantizedWeight, quantize, quantized
@@ -332,11 +333,36 @@ def test_import_asks_no_hub_and_prints_nothing() -> None:
         "from lightning_solo.bitsandbytes_operators import bitsandbytes\n"
         "bitsandbytes()\n"
         "assert sys.modules['kernels'] is kernels\n"
+        "assert 'torch._inductor.compile_fx' not in sys.modules\n"
         "print(asked)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     assert done.stderr == ""
+
+
+def test_functions_of_bitsandbytes_are_compiled_when_they_are_first_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[dict[str, Any]] = []
+
+    def compile(function: Any, **options: Any) -> Any:
+        compiled.append(options)
+        return lambda x: 10 * function(x)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    double = bitsandbytes_operators._compiled_at_first_call(dynamic=False)(lambda x: 2 * x)
+    assert not compiled
+    assert [double(1), double(2)] == [20, 40]
+    assert compiled == [{"dynamic": False}]
+
+
+def test_weights_without_numbers_are_not_computed_when_quantization_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        layer = nn.Linear(64, 96, dtype=torch.bfloat16).requires_grad_(False)
+        undo = quantize(layer, {"weight": quantized(layer.weight)})
+        assert "weight" not in layer._parameters
+        monkeypatch.delattr("lightning_solo.nn.quantized.dequantized")
+        undo()
+    assert (layer.weight.shape, layer.weight.dtype) == ((96, 64), torch.bfloat16)
 
 
 def test_weights_of_64_bits_and_rows_that_are_not_contiguous() -> None:

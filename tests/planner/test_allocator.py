@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.allocator import CachingAllocator, DoesNotFitError, ExpandableAllocator
-from lightning_solo.planner.replay import Capacities, peak_allocated
+from lightning_solo.planner.replay import Capacities
 from lightning_solo.units import MiB
 
 
@@ -74,7 +74,7 @@ def test_fragmentation_needs_more_than_what_is_allocated() -> None:
     # 16 of 2 MiB in two segments of 20; every second one goes, then one of 12 finds no room in the gaps
     events = [(n, 2 * MiB) for n in range(16)] + [(n, -2 * MiB) for n in range(0, 16, 2)] + [(16, 12 * MiB)]
     log = log_of(*events)
-    assert peak_allocated(log) == 32 * MiB
+    assert Capacities(log).peak_allocated == 32 * MiB
     assert Capacities(log).peak_reserved() == 52 * MiB
     assert Capacities(log).smallest() == 52 * MiB
     assert not Capacities(log).fits(50 * MiB)
@@ -82,8 +82,8 @@ def test_fragmentation_needs_more_than_what_is_allocated() -> None:
 
 def test_a_workspace_and_rounding_count() -> None:
     log = log_of((0, 1), (1, 513), (0, -1))
-    assert peak_allocated(log) == 512 + 1024
-    assert peak_allocated(log, workspace=100) == 512 + 512 + 1024
+    assert Capacities(log).peak_allocated == 512 + 1024
+    assert Capacities(log, workspace=100).peak_allocated == 512 + 512 + 1024
 
 
 def test_another_stream_keeps_its_segments_to_itself() -> None:
@@ -152,7 +152,7 @@ def test_free_pages_between_live_blocks_are_unmapped_before_out_of_memory() -> N
 
 def test_expandable_segment_needs_less_where_a_small_block_keeps_a_large_segment() -> None:
     log = log_of((0, 60 * MiB), (0, -60 * MiB), (1, 2 * MiB), (2, 60 * MiB))
-    assert peak_allocated(log) == 62 * MiB
+    assert Capacities(log).peak_allocated == 62 * MiB
     assert Capacities(log).smallest() == 120 * MiB  # 58 MiB of the first segment are too small
     assert Capacities(log, expandable=True).smallest() == 80 * MiB  # they grow by a page of 20
     assert not Capacities(log, expandable=True).fits(78 * MiB)
@@ -181,7 +181,7 @@ def log_of_lifetimes(births: list[tuple[int, int]]) -> EventLog:
 @given(LIFETIMES, st.booleans())
 def test_smallest_capacity_is_between_allocated_and_reserved(births: list[tuple[int, int]], expandable: bool) -> None:
     log = log_of_lifetimes(births)
-    allocated, reserved = peak_allocated(log), Capacities(log, expandable=expandable).peak_reserved()
+    allocated, reserved = Capacities(log).peak_allocated, Capacities(log, expandable=expandable).peak_reserved()
     capacity = Capacities(log, expandable=expandable).smallest()
     assert allocated <= capacity <= max(reserved, -(-allocated // (2 * MiB)) * 2 * MiB)
     assert Capacities(log, expandable=expandable).fits(capacity)

@@ -23,6 +23,7 @@ from lightning_solo.cards.configuration import Configuration, Target
 from lightning_solo.cards.footprint import Sizes
 from lightning_solo.errors import PlanError, PresetError
 from lightning_solo.planner import traces
+from lightning_solo.planner.allocator import UNLIMITED
 from lightning_solo.planner.capture import capture
 from lightning_solo.planner.device import Device, device
 from lightning_solo.planner.plan import TIGHT, Plan
@@ -164,6 +165,19 @@ def test_the_device_shows_more_than_is_needed_and_no_more_than_it_has() -> None:
     assert plenty.reserved_bytes == unlimited
     assert planned(Attends, examples(), on=GPU, budget=plenty.needed_bytes).reserved_bytes <= plenty.needed_bytes
     assert planned(Attends, examples()).reserved_bytes == plan_of("as it is").peak_bytes
+
+
+def test_a_plan_replays_what_it_has_found_to_fit_no_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed: list[int] = []
+    replay, planner = Capacities._replay, Planner(Attends, examples(), {}, GPU, GPU.memory_bytes)
+    monkeypatch.setattr(Capacities, "_replay", lambda self, one: (replayed.append(one.capacity), replay(self, one))[1])
+    trace, arranged = capture(Attends, examples(), {}), arrange(compose("baseline"), {})
+    assert planner._fits_at(trace, arranged)
+    assert len(replayed) == 1
+    assert planner._fits_at(trace, arranged)
+    assert len(replayed) == 1
+    planner.costs(arranged, trace)
+    assert UNLIMITED not in replayed  # the first replay met no limit
 
 
 # --- states, to the byte ---
