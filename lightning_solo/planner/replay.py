@@ -92,9 +92,7 @@ class Capacities:
         allocator.serve_another_stream()
         if self._workspace:
             allocator.allocate(self._workspace)
-        blocks |= {
-            storage: allocator.allocate(size) for storage, size in held.items() if size and storage not in aside
-        }
+        blocks |= {storage: allocator.allocate(size) for storage, size in held.items() if size and storage not in aside}
         for storage, size in self._blocks:
             if (block := blocks.pop(storage, None)) is not None:
                 allocator.release(block)
