@@ -40,7 +40,7 @@ def bitsandbytes() -> Any:
 def _compiled_at_first_call(function: Any = None, **options: Any) -> Any:
     if function is None:
         return functools.partial(_compiled_at_first_call, **options)
-    compiled = functools.cache(lambda: torch.compile(function, **options))
+    compiled: Any = functools.cache(lambda: torch.compile(function, **options))
     return lambda *args, **kwargs: compiled()(*args, **kwargs)
 
 
