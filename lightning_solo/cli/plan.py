@@ -150,33 +150,42 @@ def search(options: PlanOptions, arguments: Sequence[str]) -> int:
     Of several presets, the one that takes least with the first value is planned with all others.
 
     Raises:
-        PresetError: the setting has no number, or a value can't be planned.
+        SoloError: the setting has no number, or no value that can be planned fits.
     """
     setting = setting_of(options)
     tried: dict[int, tuple[Plan, CheckedConfig, PlanRequest]] = {}
+    refusals: dict[int, str] = {}
     names = options.presets
+
+    def plan_of(value: int) -> tuple[Plan, CheckedConfig, PlanRequest]:
+        checked, request, refused = request_of(replace(setting.options(options, value), presets=names))
+        if len(names) > 1 and options.all_presets:
+            chosen = {name: preset for name, preset in request.presets.items() if not preset.caveats}
+            request = replace(request, presets=chosen or request.presets)
+        plans, failed = planned(
+            request, host_of(options), checked.allow, caveats_last=options.all_presets, quiet=len(names) == 1
+        )
+        if not plans:
+            error = next(iter({**failed, **refused}.values()))
+            raise PresetError(
+                f"--largest {setting.key}: {setting.key}={value} can't be planned ({error}); write --multiple-of"
+                " with a number that divides each value the module takes"
+            )
+        return thriftiest(plans), checked, request
 
     def fits(value: int) -> bool:
         nonlocal names
-        if value not in tried:
-            checked, request, refused = request_of(replace(setting.options(options, value), presets=names))
-            if len(names) > 1 and options.all_presets:
-                chosen = {name: preset for name, preset in request.presets.items() if not preset.caveats}
-                request = replace(request, presets=chosen or request.presets)
-            plans, failed = planned(
-                request, host_of(options), checked.allow, caveats_last=options.all_presets, quiet=len(names) == 1
-            )
-            if not plans:
-                error = next(iter({**failed, **refused}.values()))
-                raise PresetError(
-                    f"--largest {setting.key}: {setting.key}={value} can't be planned ({error}); write --multiple-of"
-                    " with a number that divides each value the module takes"
-                )
-            plan = thriftiest(plans)
-            names = (plan.preset,)
-            tried[value] = plan, checked, request
-            print(line(setting, value, plan), file=sys.stderr)
-        return tried[value][0].verdict == "fits"
+        try:
+            tried[value] = plan, _, _ = plan_of(value)
+        except SoloError as error:
+            if not any(plan.verdict == "fits" for plan, _, _ in tried.values()):
+                raise
+            refusals[value] = str(error)
+            print(f"{setting.key}={value}: {error}", file=sys.stderr)
+            return False
+        names = (plan.preset,)
+        print(line(setting, value, plan), file=sys.stderr)
+        return plan.verdict == "fits"
 
     value, too_large = largest(fits, setting.value, setting.multiple_of)
     best = value or min(tried)
@@ -187,7 +196,7 @@ def search(options: PlanOptions, arguments: Sequence[str]) -> int:
         "too_large": too_large,
         "multiple_of": setting.multiple_of,
         "preset": plan.preset,
-        "conclusion": conclusion(setting, value, too_large, plan.preset),
+        "conclusion": conclusion(setting, value, too_large, plan.preset, refusals.get(too_large or 0, "")),
         "tried": {str(number): tried[number][0].needed_bytes for number in sorted(tried)},
     }
     return show(setting.options(options, best), arguments, checked, request, [plan], {}, found)

@@ -109,15 +109,16 @@ def line(setting: Setting, value: int, plan: Plan) -> str:
     return f"{setting.key}={value}: {plan.preset} {plan.verdict}, needs {plan.needs}"
 
 
-def conclusion(setting: Setting, value: int, too_large: int | None, preset: str) -> str:
-    """Return the largest value, in words."""
+def conclusion(setting: Setting, value: int, too_large: int | None, preset: str, refusal: str = "") -> str:
+    """Return the largest value, in words, and if the next one can't be planned, why."""
     multiples = f" of the multiples of {setting.multiple_of}" if setting.multiple_of > 1 else ""
     if not value:
         return f"no {setting.key} fits with {preset}, down to {setting.multiple_of}"
     if too_large is None:
         return f"{setting.key}={value} still fits with {preset}: no limit was reached"
     finer = "; --multiple-of 1 tries all numbers" if setting.multiple_of > 1 else ""
-    return f"{setting.key}={value} is the largest{multiples} that fits with {preset}; {too_large} doesn't{finer}"
+    next_one = f"{too_large} can't be planned ({refusal})" if refusal else f"{too_large} doesn't"
+    return f"{setting.key}={value} is the largest{multiples} that fits with {preset}; {next_one}{finer}"
 
 
 def _default(checked: CheckedConfig, key: str) -> Any:

@@ -663,6 +663,17 @@ def test_largest_width_fits_and_the_next_does_not(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.long
+def test_a_value_that_cannot_be_planned_ends_the_search_with_the_largest_that_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["model=byte_gpt_tiny", "solo=bf16", "--device", "rtx-4090", "--json", "--largest", "model.heads"]
+    setting = json.loads(called(capsys, *arguments)[0])["largest"]
+    assert (setting["value"], setting["too_large"]) == (128, 129)
+    assert lines_with(setting["conclusion"], "model.heads=128 is the largest", "129 can't be planned (", "heads=129")
+    assert "no multiple of heads=3;" in called(capsys, *arguments, "model.heads=3", code=2)[1]
+
+
+@pytest.mark.long
 def test_sweep_packs_jobs_by_their_plans() -> None:
     quick = ["experiment=quick", "model.width=32", "model.heads=2", "model.depth=4"]
 
