@@ -183,9 +183,10 @@ class Peers:
         own = first = f"rank {rank} failed first: {''.join(traceback.format_exception_only(exception)).strip()}"
         with suppress(RuntimeError):  # the process with the store has ended
             first = store.compare_set(self.key, "", own).decode()
+            store.add(f"{self.key}/of/{rank}", 1)
             store.add(f"{self.key}/count", 1)
         if isinstance(exception, RuntimeError) and not isinstance(exception, SoloError):
-            self._cause = first if first != own else self._ended(store)
+            self._cause = first if first != own else self._ended(store, rank)
             self.name_cause(exception)
         self._start(self._end_alone, exception)
         self._start(self._count_failures, store, torch.distributed.get_world_size())
@@ -195,7 +196,7 @@ class Peers:
         if self._cause is not None:
             exception.args = (f"{self._cause}\n{exception}",)
 
-    def _ended(self, store: Any) -> str | None:
+    def _ended(self, store: Any, rank: int) -> str | None:
         """Return which other process of this machine has ended without an error of its own, after a wait of a second.
 
         Its connections close a moment before it has ended.
@@ -207,8 +208,9 @@ class Peers:
                 code = child.poll() or 0
                 if code < 0:
                     return f"process {number} was ended by {ending(code)}"
-                if code > 0 and store.add(f"{self.key}/count", 0) == 1:  # the failure of this process
-                    return f"process {number} has ended with {ending(code)}"
+                with suppress(RuntimeError):  # the process with the store has ended
+                    if code > 0 and not store.add(f"{self.key}/of/{rank + number}", 0):  # it had no error of its own
+                        return f"process {number} has ended with {ending(code)}"
             time.sleep(0.1)
         return None
 

@@ -8,7 +8,7 @@ one a test in `tests/seams/test_patches.py`, for both homes, fails if its target
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
@@ -189,11 +189,11 @@ def samplers_kept_in_order(trainer: Any) -> Any:
 
     def resolve_sampler(dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
         if getattr(mode, "value", None) == "train" and connector._requires_distributed_sampler(dataloader):
-            items = len(dataloader.sampler)
+            items = len(dataloader.sampler) if isinstance(dataloader.sampler, Sized) else 0  # Lightning refuses others
             if 0 < items < trainer.world_size:
                 raise ConflictError(
-                    f"the training loader has {items} items for {trainer.world_size} processes, of which some would"
-                    f" train on another's; write devices={items}, or give the loader more items"
+                    f"the training loader has fewer items than processes ({items} < {trainer.world_size}): torch's"
+                    f" sampler would give one item to several; write devices={items}, or give the loader more items"
                 )
         return stock(dataloader, shuffle=shuffle and isinstance(dataloader.sampler, RandomSampler), mode=mode)
 

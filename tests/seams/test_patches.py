@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lightning_solo.attributes import replaced
 from lightning_solo.errors import ConflictError
@@ -60,8 +61,10 @@ def test_fewer_training_items_than_processes_are_refused(home: ModuleType, make_
     stage = part(home.__name__, "trainer.states").RunningStage
     with patches.samplers_kept_in_order(trainer):
         resolve = trainer._data_connector._resolve_sampler
-        with pytest.raises(ConflictError, match=mentions("1 items", "2 processes", "devices=1")):
+        with pytest.raises(ConflictError, match=mentions("fewer items than processes", "1 < 2", "devices=1")):
             resolve(loader(1, batch_size=1), shuffle=False, mode=stage.TRAINING)
+        with pytest.raises(TypeError, match="__len__"):  # of Lightning, which says what to write
+            resolve(DataLoader([0.0], sampler=iter([0])), shuffle=False, mode=stage.TRAINING)
         for items, mode in ((2, stage.TRAINING), (1, stage.VALIDATING)):
             assert len(resolve(loader(items, batch_size=1), shuffle=False, mode=mode)) == 1
     assert (

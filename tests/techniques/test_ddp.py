@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -84,6 +85,29 @@ def test_a_save_after_the_failure_of_another_process_names_it(monkeypatch: pytes
         peers.failed(RuntimeError("reset"))
         with pytest.raises(RuntimeError, match=r"^rank 1 failed first\nreset$"):
             strategy.barrier("Trainer.save_checkpoint")
+
+
+def test_the_process_that_left_is_named_where_others_fail_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, rank, error = HashStore(), [0], RuntimeError("connection closed")
+    for name, value in {
+        "is_initialized": lambda: True,
+        "get_world_size": lambda: 3,
+        "get_rank": lambda: rank[0],
+    }.items():
+        monkeypatch.setattr(torch.distributed, name, value)
+    monkeypatch.setattr(engines, "_get_default_store", lambda: store)
+    failing, leaving = SimpleNamespace(), SimpleNamespace(poll=lambda: 3)
+    with Peers(SimpleNamespace(procs=[failing, leaving])) as first, Peers() as second:
+        second.key = first.key
+
+        def fail() -> int:
+            rank[0] = 1
+            second.failed(ValueError())
+            return 1
+
+        failing.poll = fail
+        first.failed(error)
+    assert str(error) == "process 2 has ended with exit status 3\nconnection closed"
 
 
 def _reset() -> None:

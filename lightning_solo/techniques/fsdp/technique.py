@@ -102,8 +102,8 @@ class ShardedStrategy(Base, Settings):
         for optimizer in self.optimizers:
             if isinstance(optimizer, (torch.optim.Adafactor, ScheduleFreeAdamW)):
                 raise ConflictError(
-                    f"strategy=fsdp and {type(optimizer).__name__}, which needs whole weights or their means, and has"
-                    " shards; write another optimizer, such as torch.optim.AdamW, or the preset ddp"
+                    f"strategy=fsdp gives {type(optimizer).__name__} shards of weights, and it needs whole ones; write"
+                    " another optimizer, such as torch.optim.AdamW, or the preset ddp"
                 )
         if trainer.training and not self.is_alone and not self.find_unused_parameters:
             assert self._stack is not None
