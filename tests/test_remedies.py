@@ -450,7 +450,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "cli/generate.py": 1,
         "cli/hydra_section.py": 4,
         "cli/ladder_line.py": 1,
-        "cli/plan.py": 2,
+        "cli/plan.py": 1,
         "cli/plan_largest.py": 3,
         "cli/plan_display.py": 1,
         "cli/plan_line.py": 7,

@@ -16,7 +16,7 @@ from lightning_solo.cli.plan_display import Progress, print_plans, print_reading
 from lightning_solo.cli.plan_largest import conclusion, largest, line, setting_of, thriftiest
 from lightning_solo.cli.plan_line import PlanOptions, compose, parse
 from lightning_solo.cli.train import first_batch, model_of
-from lightning_solo.errors import PresetError, SoloError
+from lightning_solo.errors import SoloError
 from lightning_solo.machine import host_memory
 from lightning_solo.planner.bases import SOLVED, Bases, bases_among, configuration_of, file_of, save, solved_lines
 from lightning_solo.planner.device import CPU, Device, this_device
@@ -150,7 +150,7 @@ def search(options: PlanOptions, arguments: Sequence[str]) -> int:
     Of several presets, the one that takes least with the first value is planned with all others.
 
     Raises:
-        SoloError: the setting has no number, or no value that can be planned fits.
+        SoloError: the setting has no number, or a value can't be planned before one has fit.
     """
     setting = setting_of(options)
     tried: dict[int, tuple[Plan, CheckedConfig, PlanRequest]] = {}
@@ -166,11 +166,7 @@ def search(options: PlanOptions, arguments: Sequence[str]) -> int:
             request, host_of(options), checked.allow, caveats_last=options.all_presets, quiet=len(names) == 1
         )
         if not plans:
-            error = next(iter({**failed, **refused}.values()))
-            raise PresetError(
-                f"--largest {setting.key}: {setting.key}={value} can't be planned ({error}); write --multiple-of"
-                " with a number that divides each value the module takes"
-            )
+            raise next(iter({**failed, **refused}.values()))
         return thriftiest(plans), checked, request
 
     def fits(value: int) -> bool:

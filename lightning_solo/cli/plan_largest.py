@@ -116,9 +116,12 @@ def conclusion(setting: Setting, value: int, too_large: int | None, preset: str,
         return f"no {setting.key} fits with {preset}, down to {setting.multiple_of}"
     if too_large is None:
         return f"{setting.key}={value} still fits with {preset}: no limit was reached"
+    found = f"{setting.key}={value} is the largest{multiples} that"
+    if refusal:
+        others = "--multiple-of N tries only multiples of N"
+        return f"{found} was found to fit with {preset}; {too_large} can't be planned ({refusal}); {others}"
     finer = "; --multiple-of 1 tries all numbers" if setting.multiple_of > 1 else ""
-    next_one = f"{too_large} can't be planned ({refusal})" if refusal else f"{too_large} doesn't"
-    return f"{setting.key}={value} is the largest{multiples} that fits with {preset}; {next_one}{finer}"
+    return f"{found} fits with {preset}; {too_large} doesn't{finer}"
 
 
 def _default(checked: CheckedConfig, key: str) -> Any:

@@ -467,7 +467,7 @@ def _dequantize(module: nn.Module, cls: type, parameters: Mapping[str, nn.Parame
             p = cast("nn.Parameter", p)
             weight = weights[name]
             if not p.numel() and isinstance(weight.codes, FakeTensor):  # nothing is computed, as in `quantized`
-                p.data = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+                p.data = weight.codes.new_empty(weight.shape, dtype=weight.dtype)
             elif not p.numel():  # one that is tied was filled before
                 p.data = weight.dequantized()
             module._parameters[name] = p

@@ -673,6 +673,14 @@ def test_a_value_that_cannot_be_planned_ends_the_search_with_the_largest_that_fi
     assert "no multiple of heads=3;" in called(capsys, *arguments, "model.heads=3", code=2)[1]
 
 
+def test_conclusion_names_the_value_that_cannot_be_planned_and_how_to_leave_out_such_values() -> None:
+    setting = Setting("model.width", 128, 64)
+    assert "--multiple-of 1" in conclusion(setting, 256, 320, "bf16")
+    refused = conclusion(setting, 256, 320, "bf16", "no multiple of heads=128")
+    assert lines_with(refused, "width=256", "320 can't be planned (no multiple of heads=128)", "--multiple-of N tries")
+    assert "--multiple-of 1" not in refused
+
+
 @pytest.mark.long
 def test_sweep_packs_jobs_by_their_plans() -> None:
     quick = ["experiment=quick", "model.width=32", "model.heads=2", "model.depth=4"]
