@@ -61,7 +61,7 @@ def test_fewer_training_items_than_processes_are_refused(home: ModuleType, make_
     stage = part(home.__name__, "trainer.states").RunningStage
     with patches.samplers_kept_in_order(trainer):
         resolve = trainer._data_connector._resolve_sampler
-        with pytest.raises(ConflictError, match=mentions("fewer items than processes", "1 < 2", "devices=1")):
+        with pytest.raises(ConflictError, match=mentions("fewer items", "1 < 2", "devices=1")):
             resolve(loader(1, batch_size=1), shuffle=False, mode=stage.TRAINING)
         with pytest.raises(TypeError, match="__len__"):  # of Lightning, which says what to write
             resolve(DataLoader([0.0], sampler=iter([0])), shuffle=False, mode=stage.TRAINING)
