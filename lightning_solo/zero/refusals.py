@@ -85,6 +85,10 @@ def refuse_module(module: nn.Module, stage: int, strategy: str) -> None:
         )
 
 
+TRAINED_GROUPS = "[g for g in optimizer.param_groups if any(p.requires_grad for p in g['params'])]"
+"""Written for the optimizer's own groups: those of a module may have iterators, which `any` would empty."""
+
+
 def refuse_empty_groups(optimizer: Optimizer, stage: int, strategy: str, *, has_schedule: bool) -> None:
     """Refuse parameter groups that DeepSpeed removes from an optimizer with a schedule, or fails at.
 
@@ -101,7 +105,8 @@ def refuse_empty_groups(optimizer: Optimizer, stage: int, strategy: str, *, has_
             continue
         raise ConflictError(
             f"strategy={strategy} and group {number} of {type(optimizer).__name__}, which has {what}; leave such groups"
-            " out in configure_optimizers, as [g for g in groups if any(p.requires_grad for p in g['params'])]"
+            " out in configure_optimizers, before a schedule is made: optimizer.param_groups ="
+            f" {TRAINED_GROUPS}"
         )
 
 

@@ -248,6 +248,27 @@ def test_module_that_the_engine_cannot_step_is_refused_without_a_trace(
     assert largest_difference(made, module(home)) == 0
 
 
+def test_groups_that_are_left_out_as_the_message_says_lose_no_parameter(home: ModuleType, make_trainer: Any) -> None:
+    made, messages = module(home), []
+    made.net.blocks.requires_grad_(False)
+
+    def configured() -> Any:
+        groups = [{"params": []}, *({"params": part.parameters()} for part in (made.net.blocks, made.net.head))]
+        optimizer = torch.optim.AdamW(groups)
+        for message in messages:
+            optimizer.param_groups = eval(message.split("optimizer.param_groups = ")[1], {"optimizer": optimizer})
+        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+
+    made.configure_optimizers = configured
+    with pytest.raises(ConflictError) as refusal:
+        make_trainer(home, strategy=strategy(home)).fit(made, loader())
+    messages.append(str(refusal.value))
+    make_trainer(home, strategy=strategy(home)).fit(made, loader())
+    before = dict(module(home).named_parameters())
+    changed = {name for name, p in made.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if name.startswith("net.head.")}
+
+
 def test_a_group_without_parameters_is_trained_without_a_schedule(home: ModuleType, make_trainer: Any) -> None:
     made = module(home)
     empty_group(made, schedule=False)
