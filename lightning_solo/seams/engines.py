@@ -143,7 +143,8 @@ class Peers:
     """The processes of a run. One ends within a minute of another's failure, also if it waits for others.
 
     A process that isn't a machine's first ends soon after the first one, for which it may wait in a collective.
-    Lightning ends the first one after any other. A process that fails tells the others of it by the group's store.
+    Lightning kills the first one after any other's end, here after a while in which it can save. A process that fails
+    tells the others of it by the group's store.
     """
 
     _runs = itertools.count()
@@ -158,7 +159,16 @@ class Peers:
     def __enter__(self) -> Peers:
         if self._parent is not None:
             self._start(self._watch_parent)
+        for thread in threading.enumerate():
+            if thread.name == "child-process-observer":  # Lightning's
+                observer: Any = thread
+                observer._terminate_all = partial(self._kill_later, type(observer)._terminate_all, observer)
         return self
+
+    def _kill_later(self, kill: Callable[[Any], None], observer: Any) -> None:
+        if self._left.wait(3 * GRACE_S):
+            time.sleep(GRACE_S)  # in which the process ends with its error
+        kill(observer)
 
     def __exit__(self, *_: object) -> None:
         self._left.set()

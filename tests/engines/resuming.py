@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,18 @@ class Fails(L.Callback):
             raise ValueError("three steps")
 
 
+class SlowCheckpoint(ModelCheckpoint):
+    """Saves after a failure for longer than the 5 s after which Lightning kills the first process."""
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if rank() == 0:
+            time.sleep(6)
+        super().on_exception(trainer, pl_module, exception)
+
+
 def failed(folder: Path, *failing: str) -> None:
     """Train until these processes fail, with a checkpoint of the failure."""
-    module, saves = Net(), ModelCheckpoint(folder, save_on_exception=True)
+    module, saves = Net(), SlowCheckpoint(folder, save_on_exception=True)
     torch.manual_seed(rank())
     preset, batches = {"strategy": ENGINES["ddp"], "callback": {"exact_resume": {}}}, DataLoader(Noisy(), batch_size=3)
     callbacks = [Fails({*map(int, failing)}), saves]

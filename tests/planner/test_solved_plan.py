@@ -44,7 +44,7 @@ from lightning_solo.planner.solver import Call, Choice, Option, Problem, _Tables
 from lightning_solo.presets.compose import compose
 from lightning_solo.presets.writing import fields_of
 from lightning_solo.reference.byte_gpt import ByteGPT
-from lightning_solo.units import GiB
+from lightning_solo.units import GiB, MiB
 from tests.messages import mentions
 from tests.modules import Held
 from tests.planner.modules import plan_with
@@ -348,7 +348,7 @@ def test_micro_batches_within_blocks_train_as_planned_where_no_whole_batch_fits(
     module, batch = partial(Normalized, [1024] * 3), torch.randn(128, 64, 64)
     base = replace(compose("gradient_release"), precision="32-true")
     card = replace(device(on), context_bytes=0, workspace_bytes=0)  # which are larger than the module
-    planner = Planner(module, batch, {}, card, 2**20, host_memory=GiB)
+    planner = Planner(module, batch, {}, card, 8 * MiB, host_memory=GiB)  # room for weights and states alone
     open_ones, plans = Bases({"gradient_release": base}), {"gradient_release": planner.plan("gradient_release", base)}
     nearest = solved(planner, replace(open_ones, whole_batch=True), plans)
     planner.budget = int(0.9 * nearest.needed_bytes)
