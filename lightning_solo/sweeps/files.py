@@ -53,9 +53,9 @@ def cut_output(path: Path, most_bytes: int) -> None:
         with path.open("rb+") as file:
             file.seek(-kept_bytes, os.SEEK_END)
             end = file.read(kept_bytes)
-            file.truncate(0)
-        with path.open("ab") as file:
+            file.seek(0)
             file.write(b"... (the output was larger than hydra.launcher.output_mib; this is its end)\n" + end)
+            file.truncate()  # last, so that what the job writes from then on stands behind it
     except OSError:
         return
 
