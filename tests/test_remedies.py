@@ -438,7 +438,7 @@ ELSEWHERE: dict[str, dict[str, int]] = {
         "zero/flat.py": 5,
         "zero/host_optimizer.py": 4,
         "zero/process.py": 3,
-        "zero/refusals.py": 5,
+        "zero/refusals.py": 6,
     },
     "on the command line, in shells and files": {
         "checkpoint/manifest.py": 1,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 _START = r"""(?<![\w./('"~+])"""
 _BEFORE = rf"{_START}([~+]*)"
 _CHOICE = re.compile(rf"{_BEFORE}(callback|strategy)=(?!')")
+_NO_STRATEGY = re.compile(rf"{_START}~strategy(?![\w.=])")  # Hydra deletes no field of a preset
 _FIELD = re.compile(
     rf"{_BEFORE}((?:precision|accumulate_grad_batches|devices|strategy|callback|auto)(?:=|\.(?=[\w<])))"
 )
@@ -23,12 +24,15 @@ def on_command_line(message: str) -> str:
 
     >>> on_command_line("callback.attention: write ~callback.attention, or +callback=throughput precision=bf16-true")
     'solo.callback.attention: write ~solo.callback.attention, or +solo/callback=throughput solo.precision=bf16-true'
+    >>> on_command_line("write ~strategy, or devices=1")
+    'write solo.strategy=null, or solo.devices=1'
     >>> on_command_line("add the preset ddp, such as ['ddp', 'bf16']")
     "add the preset ddp, such as 'solo=[ddp,bf16]'"
     >>> on_command_line("'precision=16' and trainer.precision=16: write solo.precision=16, or Trainer(strategy='auto')")
     "'precision=16' and trainer.precision=16: write solo.precision=16, or Trainer(strategy='auto')"
     """
     message = _NAMES.sub(lambda names: f"'solo=[{_unquoted(names[1])}]'", message)
+    message = _NO_STRATEGY.sub("solo.strategy=null", message)
     return _FIELD.sub(r"\1solo.\2", _CHOICE.sub(r"\1solo/\2=", message))
 
 

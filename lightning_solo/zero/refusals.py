@@ -42,8 +42,8 @@ def refuse_trainer(trainer: Any, strategy: str) -> None:
     devices = trainer.num_devices * trainer.num_nodes
     if devices != 1 and strategy == "zero_offload":
         raise ConflictError(
-            f"strategy=zero_offload is for one device, and the Trainer has {devices}; write devices=1, or"
-            " ~strategy +strategy=zero3"
+            f"strategy=zero_offload is for one device, and the Trainer has {devices}; write devices=1, or choose the"
+            " preset zero3 instead"
         )
 
 

@@ -10,7 +10,9 @@ import pytest
 from lightning_solo.cli import _show_warning, refuse
 from lightning_solo.cli.command_line import check_command_line
 from lightning_solo.cli.doctor import lacking
+from lightning_solo.errors import PresetError
 from lightning_solo.presets.spelling import on_command_line
+from tests.messages import mentions
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,7 @@ from lightning_solo.presets.spelling import on_command_line
         ("write ~callback.throughput", "write ~solo.callback.throughput"),
         ("write +callback=[a,b], or callback.a.x={y:1}", "write +solo/callback=[a,b], or solo.callback.a.x={y:1}"),
         ("write strategy.stage=3 precision=32", "write solo.strategy.stage=3 solo.precision=32"),
+        ("write ~strategy, or ~callback.inplace", "write solo.strategy=null, or ~solo.callback.inplace"),
         ("auto.presets=[bf16] would", "solo.auto.presets=[bf16] would"),
         ("'callback=x': write +solo/callback=x", "'callback=x': write +solo/callback=x"),
         ("trainer.precision=16 and Trainer(strategy='auto')", "trainer.precision=16 and Trainer(strategy='auto')"),
@@ -52,3 +55,10 @@ def test_doctors_remedies_are_accepted(tmp_path: Path, monkeypatch: pytest.Monke
     option = "solo.callback.activation_offloading.allow_cpu=true"
     assert said.endswith(option)
     check_command_line(["solo=offloading", option])
+
+
+@pytest.mark.parametrize("override", ["~strategy", "~solo.strategy"])
+def test_a_strategy_is_left_out_by_null(override: str) -> None:
+    with pytest.raises(PresetError, match=mentions(override, "write solo.strategy=null")):
+        check_command_line(["solo=zero_offload", override])
+    check_command_line(["solo=zero_offload", "+solo/callback=inplace", "solo.strategy=null"])
