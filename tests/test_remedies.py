@@ -300,6 +300,7 @@ COMMANDS_REFUSED: list[tuple[list[str], str, list[str]]] = [
     (["-m", "solo=glob(*)"], "separated by commas", ["-m", "solo=bf16,fp16"]),
     (["-m", "seed=range(1,1)"], "seed=range(1,5)", ["-m", "seed=range(1,5)"]),
     (["resume=atuo"], "'auto'", ["resume=auto"]),
+    (["solo=zero_offload", "~solo.strategy"], "solo.strategy=null", ["solo=zero_offload", "solo.strategy=null"]),
     (["+trainer.callbacks=[]"], "'+solo.callback.mine={_target_: my_project.MyCallback}'", []),
     (["solo.every_k=2"], "solo.callback.activation_checkpointing.every_k=2", []),
     (

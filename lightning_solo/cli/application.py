@@ -85,8 +85,8 @@ def _refuse(overrides: Sequence[str]) -> None:
             continue
         text, marks = str(override.input_line), marks_of(override)
         field, _, rest = override.key_or_group.partition(".")
-        if text in ("~strategy", "~solo.strategy"):
-            raise PresetError(f"{text!r}: Hydra deletes no field of a preset; write solo.strategy=null")
+        if override.is_delete() and (name := override.key_or_group.removeprefix("solo.")) in FIELDS:
+            raise PresetError(f"{text!r}: Hydra deletes no field of a preset; write solo.{name}=null")
         if field == "solo" and rest:
             compose(to_plain(base.solo), [f"{marks}{text[len(marks) :].removeprefix('solo.')}"], allow=allow)
         elif field in FIELDS:

@@ -85,7 +85,7 @@ class CachingAllocator:
         Raises:
             DoesNotFitError: no room, even after unused segments are released.
         """
-        size += -size % ROUND
+        size = rounded(size)
         small = size <= SMALL
         block = self._best_fit(size, small=small) or self._new_segment(size, small=small)
         if block.size - size >= (ROUND if small else self.least_rest):

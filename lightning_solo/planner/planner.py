@@ -116,9 +116,9 @@ class Planner:
         )
 
     def captured(self, arranged: Arrangement, size: int) -> Trace:
-        """Return the trace of a micro-batch of ``size`` examples alone, with marks of the blocks.
+        """Return the trace of a micro-batch of ``size`` examples, with marks of the blocks.
 
-        `plan` takes it as it is, without those of other sizes, unless the preset divides batches.
+        Unless the preset divides batches, a later `plan` uses this trace, and traces no other size.
         """
         (trace,) = self._marked(arranged, size)
         if not arranged.splits:  # else `plan` may take a smaller micro-batch
@@ -215,7 +215,7 @@ class Planner:
         return self._capacities(trace, arranged).fits(room - self.device.context_bytes)
 
     def _capacities(self, trace: Trace, arranged: Arrangement) -> Capacities:
-        """Return the capacities that a trace fits into; the last ones are kept, with their replays."""
+        """Return the capacities that a trace fits into. Those of the last four traces are kept, with their replays."""
         key = id(trace.log), arranged.expandable_segments  # each of the kept ones also keeps its log
         if key not in self._last:
             self._last = dict([*self._last.items()][-3:])

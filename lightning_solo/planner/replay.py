@@ -7,7 +7,6 @@ from functools import cached_property
 from lightning_solo.memory.events import EventLog
 from lightning_solo.planner.allocator import (
     LARGE_ROUND,
-    ROUND,
     UNLIMITED,
     CachingAllocator,
     DoesNotFitError,
@@ -106,5 +105,5 @@ def _blocks(log: EventLog) -> list[tuple[int, int]]:
     blocks = []
     for storage, change in log.events:
         sizes[storage] = size = sizes.get(storage, 0) + change
-        blocks.append((storage, size + -size % ROUND))
+        blocks.append((storage, rounded(size) if size else 0))
     return blocks

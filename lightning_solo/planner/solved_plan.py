@@ -118,6 +118,7 @@ def solved(planner: Planner, bases: Bases, plans: Mapping[str, Plan]) -> Plan:
 
 
 def _words(fixed: Mapping[str, int], budget: int) -> str:
+    """Return why a preset with these `fixed` bytes can't fit."""
     held = " and ".join(f"{format_bytes(size)} of {name.replace('_', ' ')}" for name, size in fixed.items())
     return f"{held} stay on the device, which has {format_bytes(budget)}"
 
@@ -203,12 +204,9 @@ class _Solver:
 
     def fixed(self, plan: Plan) -> dict[str, int]:
         """Return the bytes of weights and states, by category, that stay on the device under any choice."""
-        moved = {{STATES: "optimizer_states", WEIGHTS: "weights"}[part] for part in self._moved(self.base)}
-        return {
-            name: size
-            for name in ("weights", "optimizer_states")
-            if name not in moved and (size := plan.breakdown.get(name, 0))
-        }
+        moved = self._moved(self.base)
+        held = {"weights": WEIGHTS, "optimizer_states": STATES}
+        return {name: size for name, by in held.items() if by not in moved and (size := plan.breakdown.get(name, 0))}
 
     def kept(self) -> tuple[int, float]:
         """Return the bytes that the base lacks or, below 0, leaves, and its seconds per example."""
@@ -273,7 +271,7 @@ class _Solver:
         return problem
 
     def _without_reserve(self, problem: Problem) -> Problem:
-        """Allow all memory, and return the problem with it."""
+        """Let plans use the reserve, too, and return the problem with these larger budgets."""
         more = self._planner.budget - self._budget
         self._budget += more
         problem = replace(problem, budget=problem.budget + more)
@@ -284,7 +282,7 @@ class _Solver:
         return replace(problem, host=problem.host + more)
 
     def _lacks(self, needed: int, on_host: int) -> int:
-        """Return the missing bytes of device and host."""
+        """Return how many bytes the device and the host lack together."""
         host = on_host if self._host is None else self._host
         return max(0, needed - self._budget) + max(0, on_host - host)
 

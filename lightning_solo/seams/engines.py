@@ -142,9 +142,9 @@ def share_of_host(processes: int) -> Iterator[None]:
 class Peers:
     """The processes of a run. One ends within a minute of another's failure, also if it waits for others.
 
-    A process that isn't a machine's first ends soon after the first one, for which it may wait in a collective.
-    Lightning kills the first one after any other's end, here after a while in which it can save. A process that fails
-    tells the others of it by the group's store.
+    A process that isn't a machine's first ends soon after the first one, for which it may wait in a collective. If
+    another one ends with a failure, Lightning kills the first one; here that waits for half a minute, in which the
+    first one can save. A process that fails tells the others of it by the group's store.
     """
 
     _runs = itertools.count()
@@ -159,16 +159,13 @@ class Peers:
     def __enter__(self) -> Peers:
         if self._parent is not None:
             self._start(self._watch_parent)
-        for thread in threading.enumerate():
-            if thread.name == "child-process-observer":  # Lightning's
-                observer: Any = thread
-                observer._terminate_all = partial(self._kill_later, type(observer)._terminate_all, observer)
+        patches.kills_through(lambda kill: partial(self._kill_later, kill))
         return self
 
-    def _kill_later(self, kill: Callable[[Any], None], observer: Any) -> None:
+    def _kill_later(self, kill: Callable[[], None]) -> None:
         if self._left.wait(3 * GRACE_S):
             time.sleep(GRACE_S)  # in which the process ends with its error
-        kill(observer)
+        kill()
 
     def __exit__(self, *_: object) -> None:
         self._left.set()

@@ -8,6 +8,7 @@ one a test in `tests/seams/test_patches.py`, for both homes, fails if its target
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
@@ -180,7 +181,7 @@ def without_distributed_sampler(trainer: Any) -> Any:
 
 
 def samplers_kept_in_order(trainer: Any) -> Any:
-    """Split the items of a training loader over processes in the order of its sampler; Lightning shuffles any.
+    """Split a training loader's items over processes in its sampler's order; Lightning alone would shuffle them.
 
     Fewer items than processes are refused: torch's sampler would repeat them.
     """
@@ -198,6 +199,17 @@ def samplers_kept_in_order(trainer: Any) -> Any:
         return stock(dataloader, shuffle=shuffle and isinstance(dataloader.sampler, RandomSampler), mode=mode)
 
     return replaced(connector, "_resolve_sampler", resolve_sampler)
+
+
+def kills_through(around: Around) -> None:
+    """Replace by ``around(stock)`` how Lightning kills this process and its children after a child has failed.
+
+    The thread that does so ends with the process, and so does the replacement.
+    """
+    for thread in threading.enumerate():
+        if thread.name == "child-process-observer":
+            observer: Any = thread
+            observer._terminate_all = around(partial(type(observer)._terminate_all, observer))
 
 
 def batches_through(strategy: Any, around: Around) -> Any:

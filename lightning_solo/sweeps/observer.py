@@ -70,8 +70,8 @@ class JobObserver(Callback):  # type: ignore[misc]
     def write(self, trainer: Any, *_: Any, **__: Any) -> None:
         """Write the steps done and planned, the metrics, and the memory.
 
-        A fit's metrics replace the earlier ones, but for a resumed fit that had ended already, and trains nothing. A
-        test or validation after it, also by another Trainer, adds its own.
+        A fit's metrics replace the earlier ones. A resumed fit that had ended already trains nothing and keeps those of
+        the former attempt. A test or validation after a fit, also by another Trainer, adds its own.
         """
         self._written = time.monotonic()
         try:
@@ -101,8 +101,10 @@ class JobObserver(Callback):  # type: ignore[misc]
 
 def job_metrics() -> dict[str, float]:
     """Return the metrics of this process's job so far; empty if it is none of a sweep's."""
-    files = JobFiles(Path(os.environ.get(VARIABLE, "")))
-    return dict((read_json(files.progress) or {}).get("metrics", {})) if VARIABLE in os.environ else {}
+    if VARIABLE not in os.environ:
+        return {}
+    progress = read_json(JobFiles(Path(os.environ[VARIABLE])).progress) or {}
+    return dict(progress.get("metrics", {}))
 
 
 def figures(trainer: Any) -> dict[str, float]:

@@ -102,7 +102,7 @@ class Fails(L.Callback):
 
 
 class SlowCheckpoint(ModelCheckpoint):
-    """Saves after a failure for longer than the 5 s after which Lightning kills the first process."""
+    """Saves later after a failure than Lightning alone would kill the first process, which is after at most 5 s."""
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if rank() == 0:

@@ -200,11 +200,11 @@ def test_fastest_of_micro_batches_and_recomputation_is_solved(
     assert solved(planner, Bases({"baseline": base}, whole_batch=True), lacking).micro_batch == 8
 
 
-@pytest.mark.parametrize(("budget", "kept"), [(1071, 2), (1039, 3), (1025, 2), (990, 0)])
+@pytest.mark.parametrize(("budget", "kept"), [(1071, 2), (1039, 3), (1025, 2), (990, 0)])  # 1071: 1020 and 5 %
 def test_fastest_plan_that_fits_tightly_is_solved_if_none_leaves_the_reserve(
     monkeypatch: pytest.MonkeyPatch, budget: int, kept: int
 ) -> None:
-    """The module takes 1000 bytes, and each of four blocks 10 more unless it is recomputed; 1071 are 1020 and 5 %."""
+    """The module takes 1000 bytes. Each of its four blocks takes 10 more unless it is recomputed."""
     planner, base = Planner(make, text(4), {}, device("cpu"), budget), replace(compose("baseline"), precision="32-true")
     options = {"keep": Option(10, 10, 0, 1, 2), "recompute": Option(0, 0, 0, 1, 3)}
     tables = Problem([Call(name, options) for name in NAMES], [3, 2, 1, 0], 1000, 0, 0, {}, 0)

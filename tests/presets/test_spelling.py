@@ -57,8 +57,10 @@ def test_doctors_remedies_are_accepted(tmp_path: Path, monkeypatch: pytest.Monke
     check_command_line(["solo=offloading", option])
 
 
-@pytest.mark.parametrize("override", ["~strategy", "~solo.strategy"])
-def test_a_strategy_is_left_out_by_null(override: str) -> None:
-    with pytest.raises(PresetError, match=mentions(override, "write solo.strategy=null")):
+@pytest.mark.parametrize("override", ["~strategy", "~solo.strategy", "~precision", "~solo.callback"])
+def test_a_field_is_left_out_by_null(override: str) -> None:
+    remedy = f"solo.{override.removeprefix('~').removeprefix('solo.')}=null"
+    with pytest.raises(PresetError, match=mentions(override, f"write {remedy}")):
         check_command_line(["solo=zero_offload", override])
+    check_command_line(["solo=zero_offload", remedy])
     check_command_line(["solo=zero_offload", "+solo/callback=inplace", "solo.strategy=null"])

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
+import queue
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_solo.attributes import replaced
 from lightning_solo.errors import ConflictError
 from lightning_solo.seams import patches, resuming
-from lightning_solo.seams.homes import part
+from lightning_solo.seams.homes import fabric_part, part
 from lightning_solo.seams.strategy import AROUND
 from tests.messages import mentions
 from tests.modules import loader, regression
@@ -70,6 +74,21 @@ def test_fewer_training_items_than_processes_are_refused(home: ModuleType, make_
     assert (
         len(trainer._data_connector._resolve_sampler(loader(1, batch_size=1), shuffle=False, mode=stage.TRAINING)) == 1
     )
+
+
+def test_an_observer_kills_through_a_function(home: ModuleType) -> None:
+    child, first = (subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(len(input()))"],
+                                     stdin=subprocess.PIPE, text=True) for _ in range(2))  # fmt: skip
+    launcher = fabric_part(home.__name__, "strategies.launchers.subprocess_script")
+    launcher._ChildProcessObserver(first.pid, [child], sleep_period=0.05).start()
+    kills: queue.Queue[Callable[[], None]] = queue.Queue()
+    patches.kills_through(lambda kill: lambda: kills.put(kill))
+    with child, first:
+        child.communicate("x\n")
+        kill = kills.get(timeout=60)
+        assert first.poll() is None
+        kill()
+        assert first.wait() == -signal.SIGKILL
 
 
 def test_only_methods_that_lightning_has_are_replaced(home: ModuleType) -> None:

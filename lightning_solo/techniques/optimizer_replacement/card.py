@@ -33,7 +33,7 @@ LOW_BIT = ("adamw_8bit", "adamw_4bit")
 OWN_STATES = (*LOW_BIT, "muon", "schedule_free_adamw")
 """Optimizers whose states and weights no other technique can store."""
 OF_WHOLE_WEIGHTS = {
-    "adafactor": "has means of whole rows and columns",
+    "adafactor": "averages squared gradients over whole rows and columns",
     "schedule_free_adamw": "saves averages of whole weights",
 }
 
@@ -125,7 +125,7 @@ def _precision(settings: Settings, configuration: Configuration) -> str | None:
 def _under_fsdp(settings: Settings, configuration: Configuration) -> str:
     if settings.optimizer in OF_WHOLE_WEIGHTS:
         return (
-            f"{settings.optimizer} {OF_WHOLE_WEIGHTS[settings.optimizer]}, which aren't gathered from shards; write"
+            f"{settings.optimizer} {OF_WHOLE_WEIGHTS[settings.optimizer]}, and each process has shards of them; write"
             f" {OPTION}.optimizer=adamw"
         )
     return ROUNDING
